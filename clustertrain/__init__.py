@@ -1,0 +1,24 @@
+"""clustertrain: submit, survive and see PyTorch training runs on Slurm clusters.
+
+``import clustertrain as ct; ct.session()`` is the API for training scripts. Importing the package costs nothing: torch
+is imported when a session is opened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clustertrain.train.session import Session, session
+
+__version__ = "0.1.0"
+__all__ = ["Session", "__version__", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Session", "session"):
+        # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
+        from clustertrain.train import session as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")

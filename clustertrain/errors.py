@@ -1,0 +1,72 @@
+"""The exception tree. Each class knows the exit code that the command line ends with.
+
+ClusterTrainError                1   the command or the run failed
+├── UsageError                   2   an option or argument that cannot be
+├── ConfigError                 78   a recipe, profile or environment that would fail the same way again
+│   └── EnvironmentNotFit       78   this machine or allocation lacks something
+├── NotFound                     1   a run, checkpoint or file that does not exist
+│   └── Ambiguous                2   a run name that fits several
+├── SchedulerRefused             1   Slurm said no; its own words are the message
+├── CommandFailed                1   a child process that failed
+├── CheckpointError              1   nothing to restore, or damage
+└── NotOwner                    93   another attempt owns the run
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 75  # stopped on request, state committed (agent and batch)
+EXIT_CONFIG = 78  # a requeue would fail the same way
+EXIT_NO_REQUEUE = 93  # no progress, budget spent, or another attempt owns the run
+
+
+class ClusterTrainError(Exception):
+    """A failure with a message for the user: what, why, and in ``fix`` what to do next."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, *, fix: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
+
+
+class UsageError(ClusterTrainError):
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(ClusterTrainError):
+    exit_code = EXIT_CONFIG
+
+
+class EnvironmentNotFit(ConfigError):
+    pass
+
+
+class NotFound(ClusterTrainError):
+    pass
+
+
+class Ambiguous(NotFound):
+    exit_code = EXIT_USAGE
+
+
+class SchedulerRefused(ClusterTrainError):
+    pass
+
+
+class CommandFailed(ClusterTrainError):
+    pass
+
+
+class CheckpointError(ClusterTrainError):
+    pass
+
+
+class NotOwner(ClusterTrainError):
+    exit_code = EXIT_NO_REQUEUE

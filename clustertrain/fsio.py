@@ -1,0 +1,101 @@
+"""Durable files: temporary file, fsync, rename, fsync of the folder. Appended lines are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o600) -> None:
+    write_bytes(path, text.encode(), mode=mode)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON in ``path``, or None when the file is missing or (a reader beat a rename on NFS) empty."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    return json.loads(text) if text.strip() else None
+
+
+class Appender:
+    """Appends JSON lines to a file that this process alone writes. Each line is one write(2), so readers and a kill
+    never see two halves of different lines; a torn last line is skipped by :func:`read_lines`."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # A predecessor that was killed mid-line must not glue its half to our first line.
+        if os.fstat(self._fd).st_size and path.read_bytes()[-1:] != b"\n":
+            os.write(self._fd, b"\n")
+
+    def append(self, *records: dict[str, Any], sync: bool = False) -> None:
+        if self._fd is None or not records:
+            return
+        data = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records).encode()
+        while data:
+            data = data[os.write(self._fd, data) :]
+        if sync:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an append-only file. Half a line (a writer killed, or still writing) is skipped."""
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def claim_folder(path: Path, *, mode: int = 0o700) -> bool:
+    """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not."""
+    try:
+        path.mkdir(mode=mode)
+    except FileExistsError:
+        return False
+    return True

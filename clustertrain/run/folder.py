@@ -1,0 +1,177 @@
+"""The run directory: every path in it, in one place. See docs/architecture.md for who writes what."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from clustertrain import fsio, settings
+from clustertrain.errors import ConfigError, NotFound
+
+_BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """One start of the run: ``attempts/<n>/``."""
+
+    path: Path
+    n: int
+
+    @property
+    def record(self) -> Path:
+        """Who holds the attempt: job id, restart count, host, nodes, end time. Written once by batch."""
+        return self.path / "attempt.json"
+
+    @property
+    def nonce(self) -> Path:
+        return self.path / "nonce"
+
+    @property
+    def stop(self) -> Path:
+        """Written by batch to tell every agent to stop: ``{"why": …}`` or, after a failure, ``{"abort": true}``."""
+        return self.path / "stop.json"
+
+    @property
+    def deadline(self) -> Path:
+        """When the allocation ends, as far as batch knows: ``{"end_time": epoch s, "lead_s": s}``."""
+        return self.path / "deadline.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.path / "rendezvous.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    def events_of(self, writer: str) -> Path:
+        return self.events / f"{writer}.jsonl"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results"
+
+    def result_of(self, node: str) -> Path:
+        return self.results / f"{node}.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def telemetry(self) -> Path:
+        return self.path / "telemetry"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "job.sh"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "record.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def job_log(self) -> Path:
+        """What batch, srun and Slurm itself print, over all starts."""
+        return self.path / "job.log"
+
+    @property
+    def events(self) -> Path:
+        """Events that belong to no attempt: submitted, cancelled."""
+        return self.path / "events"
+
+    @property
+    def cancelled(self) -> Path:
+        """The cancel marker. Whoever would continue the run looks at it first."""
+        return self.path / "cancelled.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    def metrics_of(self, attempt: int) -> Path:
+        return self.metrics / f"attempt-{attempt}.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder, or a link to ``--checkpoint-dir``."""
+        return self.path / "checkpoints"
+
+    def attempt(self, n: int) -> AttemptDir:
+        return AttemptDir(self.path / "attempts" / str(n), n)
+
+    def attempts(self) -> list[AttemptDir]:
+        """All attempts, oldest first."""
+        folder = self.path / "attempts"
+        numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        return [self.attempt(n) for n in numbers]
+
+
+def slug(name: str) -> str:
+    """``name`` as a part of a folder name: lower case letters, digits and dashes, at most 40."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def runs_folder() -> Path:
+    return settings.home() / "runs"
+
+
+def create(name: str, *, share: bool = False) -> RunDir:
+    """Make a new, empty run directory with a fresh id.
+
+    Raises:
+        ConfigError: ``$CLUSTERTRAIN_HOME`` cannot be written.
+    """
+    mode = 0o750 if share else 0o700
+    folder = runs_folder()
+    if any(c in str(folder) for c in "\n\r\0"):
+        raise ConfigError(f"{settings.HOME} = {str(settings.home())!r}: a path with a line break cannot be used")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        while True:
+            path = folder / f"{slug(name)}-{''.join(secrets.choice(_BASE32) for _ in range(6))}"
+            if fsio.claim_folder(path, mode=mode):
+                break
+        run = RunDir(path)
+        for inner in (run.path / "attempts", run.events, run.metrics):
+            inner.mkdir(mode=mode)
+    except OSError as e:
+        raise ConfigError(
+            f"{settings.home()} is not writable: {e.strerror or e}",
+            fix=f"set {settings.HOME} to a folder of yours on a filesystem that all nodes see",
+        ) from e
+    return run
+
+
+def open_run(path: Path) -> RunDir:
+    """Raises NotFound when ``path`` is no run directory."""
+    if not (path / "spec.toml").is_file():
+        raise NotFound(f"{path}: no run directory (spec.toml is missing)")
+    return RunDir(path)

@@ -1,0 +1,55 @@
+"""Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
+
+Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s), and any of ``loss``, ``lr``, ``grad_norm``, ``step_s``,
+``tokens_per_s``, ``data_wait_s`` and what the user logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
+
+
+def read(run: RunDir) -> list[dict[str, Any]]:
+    """All rows by step. A step that several attempts ran counts once, as the latest attempt ran it."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for attempt in run.attempts():
+        rows = [r for r in fsio.read_lines(run.metrics_of(attempt.n)) if "step" in r]
+        if rows:
+            first = int(rows[0]["step"])
+            by_step = {s: r for s, r in by_step.items() if s < first}
+            by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in rows})
+    return [by_step[s] for s in sorted(by_step)]
+
+
+def _tail(path: Path, size: int = 4096) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - size))
+            lines = f.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def latest(run: RunDir) -> dict[str, Any] | None:
+    """The newest row of the newest attempt that has one; reads only the file's end."""
+    for attempt in reversed(run.attempts()):
+        rows = _tail(run.metrics_of(attempt.n))
+        if rows:
+            return {**rows[-1], "attempt": attempt.n}
+    return None

@@ -1,0 +1,65 @@
+"""Every environment name that clustertrain reads or sets, once each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+# Set by the user.
+HOME = "CLUSTERTRAIN_HOME"
+CLUSTER = "CLUSTERTRAIN_CLUSTER"
+CLUSTER_PATH = "CLUSTERTRAIN_CLUSTER_PATH"  # more folders with profiles, separated by ':'
+
+# Set by job.sh, batch and the agent for the processes below them.
+RUN_DIR = "CLUSTERTRAIN_RUN_DIR"
+ATTEMPT = "CLUSTERTRAIN_ATTEMPT"
+NONCE = "CLUSTERTRAIN_NONCE"
+NODE = "CLUSTERTRAIN_NODE"
+NODE_RANK = "CLUSTERTRAIN_NODE_RANK"
+NODE_LIST = "CLUSTERTRAIN_NODE_LIST"  # names, separated by ','
+RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
+DEVICE = "CLUSTERTRAIN_DEVICE"
+LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
+
+# Of others.
+XDG_DATA_HOME = "XDG_DATA_HOME"
+XDG_CONFIG_HOME = "XDG_CONFIG_HOME"
+SLURM_JOB_ID = "SLURM_JOB_ID"
+SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
+SLURM_NODEID = "SLURM_NODEID"
+SLURMD_NODENAME = "SLURMD_NODENAME"
+SLURM_ARRAY_JOB_ID = "SLURM_ARRAY_JOB_ID"
+SLURM_ARRAY_TASK_ID = "SLURM_ARRAY_TASK_ID"
+SLURM_STEP_GPUS = "SLURM_STEP_GPUS"
+SLURM_JOB_GPUS = "SLURM_JOB_GPUS"
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+_SUBMIT_ONLY_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_")
+# What points a client at its cluster, as opposed to what describes an allocation.
+_KEEP = frozenset({"SLURM_CONF", "SLURM_TIME_FORMAT"})
+
+
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder that holds all runs: ``$CLUSTERTRAIN_HOME``, else ``$XDG_DATA_HOME/clustertrain``."""
+    explicit = environ.get(HOME)
+    if explicit:
+        return Path(explicit).expanduser().absolute()
+    data = environ.get(XDG_DATA_HOME) or "~/.local/share"
+    return Path(data).expanduser().absolute() / "clustertrain"
+
+
+def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where cluster profiles are looked for, first match wins."""
+    more = [Path(p).expanduser() for p in environ.get(CLUSTER_PATH, "").split(":") if p]
+    config = Path(environ.get(XDG_CONFIG_HOME) or "~/.config").expanduser()
+    return [*more, config / "clustertrain" / "clusters"]
+
+
+def without_allocation(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without the variables of an enclosing Slurm allocation.
+
+    sbatch reads SBATCH_* and some SLURM_* as options: submitting from inside a job would otherwise inherit its memory,
+    its node count and its task layout.
+    """
+    return {k: v for k, v in environ.items() if k in _KEEP or not (k.startswith(_SUBMIT_ONLY_PREFIXES) or k == RUN_DIR)}

@@ -1,0 +1,67 @@
+"""Where and how to run: what ``submit`` was asked, after profile, recipe and command line are merged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from clustertrain.spec.recipe import Recipe, positive
+
+BackendName = Literal["auto", "slurm", "local"]
+LayoutName = Literal["auto", "ddp", "fsdp"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[job]`` table. ``gpus`` counts devices a node; on device ``cpu`` it is the number of ranks a node."""
+
+    name: str = ""
+    nodes: int = 1
+    gpus: int = 1
+    layout: LayoutName = "auto"
+    backend: BackendName = "auto"
+    cluster: str = ""
+    device: Device = "auto"
+    gpu_type: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""  # as sbatch takes it: minutes, H:M:S, D-H:M:S
+    constraint: str = ""
+    exclude: str = ""
+    nodelist: str = ""
+    reservation: str = ""
+    mem: str = ""
+    cpus_per_gpu: int = 0
+    dependency: str = ""
+    sbatch: dict[str, str] = {}  # anything else, passed through as --KEY=VALUE
+    checkpoint_dir: str = ""
+    max_requeues: int = 50
+    share: bool = False
+
+    def __post_init__(self) -> None:
+        positive("nodes", self.nodes)
+        positive("gpus", self.gpus)
+        if self.max_requeues < 0:
+            raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
+        if self.cpus_per_gpu < 0:
+            raise ValueError(f"cpus_per_gpu = {self.cpus_per_gpu}: must be 0 (the cluster's default) or more")
+
+
+class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A script of the user's. ``path`` is relative to the snapshot in ``code/``; ``cwd`` is where submit was called."""
+
+    path: str
+    args: tuple[str, ...] = ()
+    cwd: str
+
+
+class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The frozen request in ``spec.toml``."""
+
+    version: int = 1
+    job: JobSpec = JobSpec()
+    recipe: Recipe = Recipe()
+    script: ScriptSpec | None = None
+    env: dict[str, str] = {}

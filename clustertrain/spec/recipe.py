@@ -1,0 +1,157 @@
+"""What to train. A recipe is a TOML file with these tables; every key has a default, unknown keys fail.
+
+The same file may carry ``[job]`` (see :mod:`clustertrain.spec.job`) and ``[env]``; options of the command line win.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+def positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ValueError(f"{name} = {value}: must be greater than 0")
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} = {value}: must lie between {low:g} and {high:g}")
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Llama-style decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+
+    vocab_size: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    ffn_dim: int = 0  # 0: 8/3 of dim, rounded up to a multiple of 64
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    dropout: float = 0.0  # on residual branches and embeddings
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "rope_theta", "norm_eps"):
+            positive(name, getattr(self, name))
+        if self.dim % self.heads:
+            raise ValueError(f"dim = {self.dim} is not divisible by heads = {self.heads}")
+        if self.dim // self.heads % 2:
+            raise ValueError(f"dim / heads = {self.dim // self.heads} is odd: rotary embeddings need an even head size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}")
+        if self.ffn_dim < 0:
+            raise ValueError(f"ffn_dim = {self.ffn_dim}: must be 0 (derived) or more")
+        within("dropout", self.dropout, 0.0, 0.9)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+    def parameters(self) -> int:
+        """Number of parameters, counted from the shapes."""
+        head = self.dim // self.heads
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head
+        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return self.layers * block + embeddings + self.dim
+
+
+class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Byte-level text. ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python
+    standard library's own source."""
+
+    path: str = "stdlib"
+    pattern: str = "*.py"
+    seq_len: int = 256
+    max_bytes: int = 64 * 1024 * 1024
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        positive("seq_len", self.seq_len)
+        positive("max_bytes", self.max_bytes)
+        if self.workers < 0:
+            raise ValueError(f"workers = {self.workers}: must be 0 or more")
+
+
+class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """AdamW; no weight decay on norms, biases and embeddings."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # 0: no clipping
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        positive("eps", self.eps)
+        for beta in self.betas:
+            within("betas", beta, 0.0, 0.999999)
+        if self.weight_decay < 0 or self.clip_norm < 0:
+            raise ValueError("weight_decay and clip_norm must be 0 or more")
+
+
+class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Linear warmup, then cosine to ``floor`` (a fraction of the peak)."""
+
+    warmup_steps: int = -1  # -1: 2 % of the steps
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < -1:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}: must be 0 or more (-1: 2 % of the steps)")
+        within("floor", self.floor, 0.0, 1.0)
+
+
+class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    steps: int = 200
+    global_batch: int = 16  # sequences an optimizer step, whatever the number of ranks
+    micro_batch: int = 0  # sequences a rank and forward pass; 0: chosen by the plan
+    seed: int = 1
+    precision: Precision = "auto"  # auto: bf16 on GPUs, fp32 on CPU
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "log_every"):
+            positive(name, getattr(self, name))
+        if self.micro_batch < 0:
+            raise ValueError(f"micro_batch = {self.micro_batch}: must be 0 (chosen by the plan) or more")
+        within("seed", self.seed, 0, 2**63 - 1)
+
+
+class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    every: int = 100  # steps
+    keep: int = 3  # newest ones
+
+    def __post_init__(self) -> None:
+        positive("every", self.every)
+        positive("keep", self.keep)
+
+
+class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Preemptions on purpose, delivered by the local backend as Slurm would: a warning, a grace time, a kill."""
+
+    preempt_at_steps: tuple[int, ...] = ()
+    grace_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for step in self.preempt_at_steps:
+            positive("preempt_at_steps", step)
+        positive("grace_s", self.grace_s)
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    optim: OptimSpec = OptimSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    train: TrainSpec = TrainSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    rehearsal: RehearsalSpec = RehearsalSpec()

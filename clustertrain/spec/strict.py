@@ -1,0 +1,99 @@
+"""Turn a plain mapping (TOML, JSON) into a frozen struct: unknown keys fail and suggest the nearest one."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from clustertrain.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A sentence that names the nearest known words, or all of them when none is near."""
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    return "known: " + ", ".join(sorted(known))
+
+
+def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    for candidate in (kind, *get_args(kind)):
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            return candidate
+    return None
+
+
+def _check_keys(value: dict[str, Any], kind: type[msgspec.Struct], where: str, source: str) -> None:
+    fields = {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+    for key, inner in value.items():
+        path = f"{where}.{key}" if where else key
+        if key not in fields:
+            raise ConfigError(f"{source}: unknown key {path!r}", fix=nearest(key, list(fields)))
+        struct = _struct_of(fields[key])
+        if struct is not None and isinstance(inner, dict):
+            _check_keys(inner, struct, path, source)
+
+
+def build(value: dict[str, Any], kind: type[S], source: str) -> S:
+    """``value`` as a ``kind``.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
+    """
+    _check_keys(value, kind, "", source)
+    try:
+        return msgspec.convert(value, type=kind, strict=True)
+    except msgspec.ValidationError as e:
+        text, _, path = str(e).partition(" - at `$")
+        key = path.rstrip("`").lstrip(".")
+        raise ConfigError(f"{source}: {key or 'top level'}: {_plain(text)}", fix=_show(value, key)) from e
+
+
+def _plain(text: str) -> str:
+    return text[0].lower() + text[1:] if text.startswith(("Expected", "Invalid", "Object")) else text
+
+
+def _show(value: dict[str, Any], key: str) -> str | None:
+    current: Any = value
+    for part in key.split(".") if key else []:
+        if not isinstance(current, dict) or part not in current:
+            return None
+        current = current[part]
+    return f"change {key} = {current!r}" if key and not isinstance(current, dict) else None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError for a missing, unreadable or malformed file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ConfigError(f"{path}: no such file") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read: {e}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from e
+
+
+def set_dotted(value: dict[str, Any], assignment: str) -> None:
+    """Apply one ``--set key.path=value`` in place. The value is TOML; what is not TOML is taken as a string."""
+    path, sign, text = assignment.partition("=")
+    if not sign or not path.strip():
+        raise ConfigError(f"--set {assignment!r}: not of the form key.path=value")
+    try:
+        new = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        new = text
+    *folders, leaf = path.strip().split(".")
+    current = value
+    for folder in folders:
+        inner = current.setdefault(folder, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {assignment!r}: {folder} is a value, not a table")
+        current = inner
+    current[leaf] = new
