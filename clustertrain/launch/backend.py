@@ -1,0 +1,78 @@
+"""The one protocol behind which Slurm and the local supervisor stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from clustertrain.run.folder import RunDir
+
+# Scheduler words, in Slurm's spelling, that the rest of the code asks about.
+PENDING = "PENDING"
+RUNNING = "RUNNING"
+COMPLETING = "COMPLETING"
+ALIVE = frozenset({PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"})
+
+
+@dataclass(frozen=True)
+class Submission:
+    """``job.sh`` of a run, with options that override the script's own (a resubmission without some nodes, say)."""
+
+    run: RunDir
+    options: Mapping[str, str] = field(default_factory=dict)  # sbatch long options without the dashes
+    environ: Mapping[str, str] | None = None  # the submitting environment; default: this process's own
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What the scheduler says of a job now. Times are UTC epoch seconds."""
+
+    job_id: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    start_time: float | None = None  # for a pending job Slurm's estimate
+    end_time: float | None = None  # when the time limit falls
+    preempt_time: float | None = None
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job as accounting remembers it; a requeued job has several."""
+
+    job_id: str
+    state: str
+    start: float | None = None
+    end: float | None = None
+    nodes: tuple[str, ...] = ()
+    exit_code: int | None = None
+    signal: int | None = None
+    reason: str = ""
+
+
+class Backend(Protocol):
+    name: str
+
+    def submit(self, submission: Submission) -> str:
+        """Hand the job over and return its id. Raises SchedulerRefused with the scheduler's own words."""
+
+    def cancel(self, job_id: str) -> None:
+        """End the job, pending or running, for good. No error when it has ended already."""
+
+    def requeue(self, job_id: str) -> None:
+        """Put the job back in the queue under its id. Raises SchedulerRefused."""
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        """What is known of these jobs now, in one question; jobs that are no longer known are absent.
+
+        Raises CommandFailed when the scheduler does not answer: no answer is not 'no such job'.
+        """
+
+    def starts(self, job_id: str) -> list[JobStart]:
+        """All starts of a job from accounting, oldest first; empty where there is no accounting."""
