@@ -67,7 +67,7 @@ def start(
     words = [os.fspath(a) for a in argv]
     if ignore_stop_signals:
         words = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh", *words]
-    out = open(log, "ab") if log is not None else None  # noqa: SIM115 - handed to the child, closed below
+    out = log.open("ab") if log is not None else None
     try:
         return subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=cwd, start_new_session=new_session

@@ -68,6 +68,15 @@ class Backend(Protocol):
     def requeue(self, job_id: str) -> None:
         """Put the job back in the queue under its id. Raises SchedulerRefused."""
 
+    def forbid_requeue(self, job_id: str) -> None:
+        """Keep the scheduler from restarting the job by itself. Best effort, no error."""
+
+    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+        """The id of the job that this process runs in, or None outside of one."""
+
+    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """The names of the nodes of the job that this process runs in, in node-rank order; empty outside of one."""
+
     def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         """What is known of these jobs now, in one question; jobs that are no longer known are absent.
 

@@ -1,4 +1,4 @@
-"""Events: append-only JSON lines, one file a writer, merged by time on reading. Names and fields: docs/architecture.md."""
+"""Events: JSON lines, one file a writer, merged by time on reading. Their names and fields: docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -58,7 +58,5 @@ def named(events: Iterable[Event], name: str) -> Iterator[Event]:
 
 
 def last(events: Iterable[Event], name: str) -> Event | None:
-    found = None
-    for found in named(events, name):
-        pass
-    return found
+    found = list(named(events, name))
+    return found[-1] if found else None

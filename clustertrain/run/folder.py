@@ -124,6 +124,14 @@ class RunDir:
         """The folder, or a link to ``--checkpoint-dir``."""
         return self.path / "checkpoints"
 
+    def committed_steps(self) -> list[int]:
+        """Steps with a committed checkpoint, oldest first. The marker is written last: a half-written one is not here."""
+        folder = self.checkpoints
+        if not folder.is_dir():
+            return []
+        names = (p.name for p in folder.iterdir() if (p / "COMMITTED").is_file())
+        return sorted(int(m.group(1)) for m in (re.fullmatch(r"step-(\d{8,})", n) for n in names) if m)
+
     def attempt(self, n: int) -> AttemptDir:
         return AttemptDir(self.path / "attempts" / str(n), n)
 

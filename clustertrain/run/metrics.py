@@ -27,7 +27,8 @@ def read(run: RunDir) -> list[dict[str, Any]]:
     return [by_step[s] for s in sorted(by_step)]
 
 
-def _tail(path: Path, size: int = 4096) -> list[dict[str, Any]]:
+def last_rows(path: Path, size: int = 4096) -> list[dict[str, Any]]:
+    """The rows in the last ``size`` bytes of one attempt's file."""
     try:
         with path.open("rb") as f:
             f.seek(0, os.SEEK_END)
@@ -46,10 +47,16 @@ def _tail(path: Path, size: int = 4096) -> list[dict[str, Any]]:
     return rows
 
 
+def last_row(path: Path) -> dict[str, Any] | None:
+    """The newest row of one attempt's file; reads only the file's end."""
+    rows = last_rows(path)
+    return rows[-1] if rows else None
+
+
 def latest(run: RunDir) -> dict[str, Any] | None:
-    """The newest row of the newest attempt that has one; reads only the file's end."""
+    """The newest row of the newest attempt that has one."""
     for attempt in reversed(run.attempts()):
-        rows = _tail(run.metrics_of(attempt.n))
-        if rows:
-            return {**rows[-1], "attempt": attempt.n}
+        row = last_row(run.metrics_of(attempt.n))
+        if row:
+            return {**row, "attempt": attempt.n}
     return None

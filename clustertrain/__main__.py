@@ -1,0 +1,26 @@
+"""``python -m clustertrain``: the command line, and the three internal verbs that job.sh, srun and torchrun run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+INTERNAL = {
+    "batch": "clustertrain.agent.batch",
+    "agent": "clustertrain.agent.node",
+    "train": "clustertrain.train.main",
+}
+
+
+def main() -> int:
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    if verb in INTERNAL:
+        code = importlib.import_module(INTERNAL[verb]).main()
+        return int(code or 0)
+    from clustertrain.cli.main import main as cli
+
+    return cli()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The batch process: job.sh becomes it, on the batch host, outside any container.
+
+It claims the attempt, runs the step (srun, or the local stand-in), passes requests to stop on to every agent, and when
+the step is over decides what happens to the run and makes it happen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.signals import Signals
+from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
+from clustertrain.launch.backend import RUNNING, Backend, JobView, Submission
+from clustertrain.launch.choose import backend as backend_named
+from clustertrain.launch.requeue import Decision, Evidence, Verdict, budget_spent, classify, decide
+from clustertrain.run import attempts, endings, events
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.run.lead import lead_s
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.job import RunSpec
+
+POLL_S = 0.2
+LOOK_S = 1.0
+ASK_SCHEDULER_S = 60.0  # how often the end time is read again: an administrator may have moved it
+AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
+AFTER_ABORT_S = 15.0
+GONE_S = 60.0  # for the scheduler to end this process after a requeue
+
+
+@dataclass
+class Step:
+    """The running step, as batch sees it."""
+
+    child: subprocess.Popen[bytes]
+    stop_at: float | None = None
+    requeue_asked: bool = False
+    failed_at: float | None = None
+    aborted_at: float | None = None
+    next_look: float = 0.0
+    next_ask: float = 0.0
+
+
+class Batch:
+    def __init__(self, run: RunDir, spec: RunSpec, backend: Backend, held: Claim, signals: Signals) -> None:
+        self.run = run
+        self.spec = spec
+        self.backend = backend
+        self.job_id = held.job_id
+        self.attempt: AttemptDir = held.attempt
+        self.nodes = held.nodes
+        self.end_time = held.end_time
+        self.lead_s = held.lead_s
+        self.signals = signals
+        self.log = EventLog(self.attempt.events_of("batch"))
+        self.parent = os.getppid()
+
+    def main(self, step_argv: Sequence[str]) -> int:
+        self.log.write(
+            "started", job_id=self.job_id, restart=self._restart(), nodes=list(self.nodes), end_time=self.end_time
+        )
+        step = Step(self._start(step_argv))
+        while step.child.poll() is None:
+            self._look(step)
+            clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
+        evidence = self._evidence(step)
+        verdict = classify(evidence)
+        if verdict is None:
+            # Slurm is ending the job by itself and accounting has no word yet. Whoever starts or looks next will know.
+            return EXIT_FAILED
+        self._close(verdict, evidence)
+        decision = decide(verdict, attempts.charged(self.run), self.spec.job.max_requeues)
+        return self._act(decision, verdict)
+
+    def spent_by_others(self) -> int | None:
+        """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""
+        history = [a for a in attempts.charged(self.run) if a.n < self.attempt.n]
+        if not history or history[-1].ending is None:
+            return None
+        why = budget_spent(history[-1].ending, history, self.spec.job.max_requeues)
+        if why is None:
+            return None
+        self.log.write("ended", ending=endings.NO_PROGRESS, reason=why, last_step=None, job_id=self.job_id)
+        self.log.write("stopped", why=why)
+        return EXIT_NO_REQUEUE
+
+    def _restart(self) -> int:
+        record = fsio.read_json(self.attempt.record) or {}
+        return int(record.get("restart", 0))
+
+    def _start(self, step_argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        env = {
+            **os.environ,
+            settings.ATTEMPT: str(self.attempt.n),
+            settings.NONCE: self.attempt.nonce.read_text(),
+            settings.NODE_LIST: ",".join(self.nodes),
+        }
+        return proc.start(step_argv, env=env)
+
+    def _look(self, step: Step) -> None:
+        now = clock.monotonic()
+        if self.signals.first and step.stop_at is None:
+            self._ask_to_stop(step, f"signal:{self.signals.first}")
+        if now < step.next_look:
+            return
+        step.next_look = now + LOOK_S
+        if now >= step.next_ask:
+            step.next_ask = now + ASK_SCHEDULER_S
+            self._refresh_deadline()
+        if (self.attempt.path / "requeue-asked.json").exists() and not step.requeue_asked:
+            step.requeue_asked = True
+            self._ask_to_stop(step, "requeue")
+        self._watch_failures(step, now)
+        if self.backend.name == "local" and os.getppid() != self.parent:
+            # The supervisor is gone. Without it nobody could stop or continue this run, so it does not go on.
+            self._abort(step)
+
+    def _ask_to_stop(self, step: Step, source: str) -> None:
+        step.stop_at = clock.now()
+        self.log.write("signal", source=source)
+        fsio.write_json(self.attempt.stop, {"why": source, "t": step.stop_at})
+        step.child.send_signal(signal.SIGUSR2)  # srun and the local step pass it on to every agent
+
+    def _refresh_deadline(self) -> None:
+        view = self._view()
+        if view is not None and view.end_time is not None and view.end_time != self.end_time:
+            self.end_time = view.end_time
+            fsio.write_json(self.attempt.deadline, {"end_time": self.end_time, "lead_s": self.lead_s})
+
+    def _watch_failures(self, step: Step, now: float) -> None:
+        """A node that failed leaves the others in a collective, and srun waits for all of them."""
+        results = self._results()
+        over = any(r["ending"] == "failed" for r in results.values()) or len(results) == len(self.nodes)
+        if over and step.failed_at is None:
+            step.failed_at = now
+        if step.failed_at is not None and now - step.failed_at > AFTER_FIRST_FAILURE_S:
+            self._abort(step)
+
+    def _abort(self, step: Step) -> None:
+        now = clock.monotonic()
+        if step.aborted_at is None:
+            step.aborted_at = now
+            fsio.write_json(self.attempt.stop, {"abort": True, "t": clock.now()})
+        elif now - step.aborted_at > AFTER_ABORT_S:
+            step.child.kill()
+
+    def _results(self) -> dict[str, dict[str, Any]]:
+        found = {n: fsio.read_json(self.attempt.result_of(n)) for n in self.nodes}
+        return {n: r for n, r in found.items() if r is not None}
+
+    def _view(self) -> JobView | None:
+        try:
+            return self.backend.views([self.job_id]).get(self.job_id)
+        except CommandFailed as e:
+            print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
+            return None
+
+    def _accounting(self, view: JobView | None) -> str:
+        if view is None or view.state == RUNNING:
+            return ""
+        try:
+            starts = self.backend.starts(self.job_id)
+        except CommandFailed:
+            return ""
+        return starts[-1].state if starts else ""
+
+    def _evidence(self, step: Step) -> Evidence:
+        view = self._view()
+        log = events.of_attempt(self.attempt)
+        sources = dict.fromkeys(str(e.get("source")) for e in events.named(log, "signal"))
+        asked = [float(e["t"]) for e in events.named(log, "signal")]
+        return Evidence(
+            nodes=self.nodes,
+            results=self._results(),
+            cancelled=self.run.cancelled.exists(),
+            view=view,
+            accounting=self._accounting(view),
+            step_exit=step.child.returncode,
+            requeue_asked=step.requeue_asked,
+            end_time=self.end_time,
+            lead_s=self.lead_s,
+            stop_at=min(asked, default=None),
+            sources=tuple(sources),
+            now=clock.now(),
+        )
+
+    def _close(self, verdict: Verdict, evidence: Evidence) -> None:
+        steps = [r["step"] for r in evidence.results.values() if r.get("step") is not None]
+        self.log.write(
+            "ended",
+            ending=verdict.ending,
+            reason=verdict.reason,
+            last_step=max(steps, default=None),
+            job_id=self.job_id,
+            step_exit=evidence.step_exit,
+        )
+
+    def _act(self, decision: Decision, verdict: Verdict) -> int:
+        print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
+        if decision.action == "stop":
+            self.log.write("stopped", why=decision.why)
+            print(f"clustertrain: the run stops: {decision.why}", flush=True)
+        if decision.action in ("finish", "stop"):
+            return decision.exit_code
+        if decision.action == "resubmit" and self._resubmit(decision.exclude):
+            return decision.exit_code
+        return self._requeue()
+
+    def _requeue(self) -> int:
+        # The marker and the state once more: between the verdict and here the owner may have cancelled.
+        view = self._view()
+        if self.run.cancelled.exists() or (view is not None and view.state != RUNNING and view.preempt_time is None):
+            return EXIT_NO_REQUEUE
+        self.log.write("requeued", how="requeue", job_id=self.job_id)
+        try:
+            self.backend.requeue(self.job_id)
+        except ClusterTrainError as e:
+            print(f"clustertrain: requeue refused, submitting afresh: {e}", file=sys.stderr, flush=True)
+            if not self._resubmit(()):
+                self.log.write("stopped", why=f"neither requeue nor a fresh submission was accepted: {e}")
+                return EXIT_NO_REQUEUE
+            return EXIT_STOPPED
+        if self.backend.name == "slurm":
+            # Slurm ends this process now. Leaving by ourselves first would race with it for the job's final state.
+            clock.wait_until(lambda: bool(self.signals.received), GONE_S, POLL_S)
+        return EXIT_STOPPED
+
+    def _resubmit(self, exclude: tuple[str, ...]) -> bool:
+        """A fresh job for the same run. A requeued one would wait for the lost nodes in COMPLETING."""
+        if self.run.cancelled.exists():
+            return False
+        excluded = [n for n in (self.spec.job.exclude, *exclude) if n]
+        options = {"exclude": ",".join(excluded)} if excluded else {}
+        try:
+            job_id = self.backend.submit(Submission(run=self.run, options=options))
+        except ClusterTrainError as e:
+            print(f"clustertrain: a fresh submission without {exclude} was refused: {e}", file=sys.stderr, flush=True)
+            return False
+        self.log.write("requeued", how="resubmit", job_id=job_id, exclude=list(exclude))
+        # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
+        self.backend.forbid_requeue(self.job_id)
+        return True
+
+
+def main() -> int:
+    """``clustertrain batch -- STEP…``, the last line of job.sh."""
+    signals = Signals()
+    try:
+        run = open_run(Path(os.environ[settings.RUN_DIR]))
+        spec = load_spec(run)
+        backend = backend_named("local" if settings.LOCAL_JOB in os.environ else "slurm")
+        me = identify(os.environ, backend)
+        held = claim(run, me, backend, lead_s(run))
+    except ClusterTrainError as e:
+        print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
+        return e.exit_code
+    batch = Batch(run, spec, backend, held, signals)
+    spent = batch.spent_by_others()
+    if spent is not None:
+        return spent
+    return batch.main(sys.argv[sys.argv.index("--") + 1 :])

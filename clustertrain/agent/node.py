@@ -1,0 +1,249 @@
+"""The agent: one process a node. It owns the signals, starts torchrun and the sampler, and writes the node's result."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import rendezvous
+from clustertrain.agent.results import NodeResult, judge, read_ranks
+from clustertrain.agent.signals import Signals
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, EnvironmentNotFit
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.telemetry.sampler import Sampler
+
+POLL_S = 0.1
+RENDEZVOUS_TIMEOUT_S = 120.0
+# A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
+# exit barrier for nodes that may be gone.
+AFTER_FAILURE_S = 10.0
+AFTER_END_S = 20.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node of which attempt this is, and what it has to start."""
+
+    run: RunDir
+    attempt: AttemptDir
+    node: str
+    node_rank: int
+    nodes: tuple[str, ...]
+    ranks_per_node: int
+    device: str
+    environ: Mapping[str, str]
+
+    @property
+    def ranks(self) -> list[int]:
+        first = self.node_rank * self.ranks_per_node
+        return list(range(first, first + self.ranks_per_node))
+
+
+def place_from(environ: Mapping[str, str]) -> Place:
+    """Raises EnvironmentNotFit when the run directory that the job was started for is not the one seen here."""
+    node = environ.get(settings.NODE) or environ.get(settings.SLURMD_NODENAME) or socket.gethostname()
+    node_rank = int(environ.get(settings.NODE_RANK) or environ.get(settings.SLURM_NODEID) or 0)
+    run_dir = Path(environ[settings.RUN_DIR])
+    try:
+        attempt = RunDir(run_dir).attempt(int(environ[settings.ATTEMPT]))
+        seen = attempt.nonce.read_text()
+        run = open_run(run_dir)
+    except (OSError, ClusterTrainError) as e:
+        raise _unseen(node, run_dir, str(e)) from e
+    if seen != environ[settings.NONCE]:
+        raise _unseen(node, run_dir, "another attempt's nonce is there")
+    plan = fsio.read_json(run.plan)
+    if plan is None:
+        raise EnvironmentNotFit(f"{run.plan} is missing", fix="submit the run again")
+    return Place(
+        run=run,
+        attempt=attempt,
+        node=node,
+        node_rank=node_rank,
+        nodes=tuple(environ[settings.NODE_LIST].split(",")),
+        ranks_per_node=int(plan["gpus_per_node"]),
+        device=str(plan["device"]),
+        environ=environ,
+    )
+
+
+def _unseen(node: str, run_dir: Path, why: str) -> EnvironmentNotFit:
+    return EnvironmentNotFit(
+        f"node {node} does not see the run directory {run_dir} of the batch host ({why})",
+        fix=f"set {settings.HOME} to a filesystem that all nodes mount at the same path",
+    )
+
+
+class Agent:
+    """Runs the ranks of one node to their end."""
+
+    def __init__(self, place: Place, signals: Signals) -> None:
+        self.place = place
+        self.signals = signals
+        self.log = EventLog(place.attempt.events_of(f"agent-{place.node}"))
+        self.rank_dir = Path(tempfile.mkdtemp(prefix=f"clustertrain-{place.run.id}-"))
+        self.stopping: str | None = None
+        self.aborted = False
+
+    def run(self) -> NodeResult:
+        p = self.place
+        sampler = Sampler(
+            p.attempt.telemetry / p.node, p.node, p.environ, on_event=self.log.write, first_rank=p.ranks[0]
+        )
+        sampler.start()
+        try:
+            self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=sampler.gpus)
+            result = self._ranks()
+            fsio.write_json(p.attempt.result_of(p.node), result.to_json())
+            self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
+            return result
+        finally:
+            sampler.stop()
+            self.log.close()
+            shutil.rmtree(self.rank_dir, ignore_errors=True)
+
+    def _ranks(self) -> NodeResult:
+        p = self.place
+        try:
+            meeting = self._meet()
+            child = self._torchrun(meeting)
+        except ClusterTrainError as e:
+            kind = "environment" if e.exit_code == EXIT_CONFIG else "communication"
+            error = {"type": type(e).__name__, "message": str(e)}
+            return judge(p.node, p.node_rank, p.ranks, {r: _failed(r, kind, error) for r in p.ranks})
+        self.log.write("ranks_started", world_size=len(p.nodes) * p.ranks_per_node, rendezvous=meeting.id)
+        try:
+            self._watch(child)
+        finally:
+            _kill_group(child.pid)
+            child.wait()
+        return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks))
+
+    def _meet(self) -> rendezvous.Rendezvous:
+        p = self.place
+        if p.node_rank == 0:
+            meeting = rendezvous.publish(p.attempt.rendezvous, "127.0.0.1" if _one_host(p) else p.node)
+        else:
+            meeting = rendezvous.wait_for(p.attempt.rendezvous, p.node, RENDEZVOUS_TIMEOUT_S)
+        rendezvous.resolve(meeting, p.node)
+        return meeting
+
+    def _torchrun(self, meeting: rendezvous.Rendezvous) -> Any:
+        p = self.place
+        argv = [sys.executable, "-m", "torch.distributed.run"]
+        # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
+        argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
+        argv += [f"--rdzv-id={meeting.id}", f"--nnodes={len(p.nodes)}", f"--node-rank={p.node_rank}"]
+        argv += [f"--nproc-per-node={p.ranks_per_node}", "--max-restarts=0", "--signals-to-handle=SIGINT"]
+        argv += ["-m", "clustertrain", "train"]
+        return proc.start(
+            argv,
+            env=self._environment(meeting),
+            log=p.attempt.logs / f"agent-{p.node}.log",
+            new_session=True,
+            ignore_stop_signals=True,
+        )
+
+    def _environment(self, meeting: rendezvous.Rendezvous) -> dict[str, str]:
+        p = self.place
+        env = dict(p.environ)
+        env[settings.RANK_DIR] = str(self.rank_dir)
+        env[settings.NODE] = p.node
+        env[settings.NODE_RANK] = str(p.node_rank)
+        env[settings.DEVICE] = p.device
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(AFTER_FAILURE_S / 2))
+        if "GLOO_SOCKET_IFNAME" not in env:
+            # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
+            interface = self._interface(meeting)
+            if interface:
+                env["GLOO_SOCKET_IFNAME"] = interface
+        return env
+
+    def _interface(self, meeting: rendezvous.Rendezvous) -> str | None:
+        p = self.place
+        if _one_host(p):
+            return rendezvous.interface_towards("127.0.0.1")
+        other = p.nodes[1] if p.node_rank == 0 else meeting.host
+        return rendezvous.interface_towards(rendezvous.resolve(rendezvous.Rendezvous(other, meeting.port, ""), p.node))
+
+    def _watch(self, child: Any) -> None:
+        """Until torchrun has ended, or has no reason left to live."""
+        ended_at: float | None = None
+        failed_at: float | None = None
+        next_look = 0.0
+        while child.poll() is None:
+            if clock.monotonic() >= next_look:
+                next_look = clock.monotonic() + 10 * POLL_S
+                records = read_ranks(self.rank_dir, self.place.ranks)
+                if len(records) == self.place.ranks_per_node:
+                    ended_at = ended_at or clock.monotonic()
+                if any(r["ending"] == "failed" for r in records.values()):
+                    failed_at = failed_at or clock.monotonic()
+                self._look_for_stop()
+            if self.signals.first and self.stopping is None:
+                self._stop_ranks(f"signal:{self.signals.first}")
+            waited = clock.monotonic()
+            if self.aborted or _past(failed_at, AFTER_FAILURE_S, waited) or _past(ended_at, AFTER_END_S, waited):
+                return
+            _doze(child)
+
+    def _look_for_stop(self) -> None:
+        order = fsio.read_json(self.place.attempt.stop)
+        if order is not None and order.get("abort"):
+            self.aborted = True
+        elif order is not None and self.stopping is None:
+            self._stop_ranks("batch")
+        deadline = fsio.read_json(self.place.attempt.deadline)
+        end, lead = (deadline.get("end_time"), deadline.get("lead_s")) if deadline else (None, None)
+        if self.stopping is None and end is not None and lead is not None and clock.now() >= end - lead:
+            self._stop_ranks("deadline")
+
+    def _stop_ranks(self, source: str) -> None:
+        self.stopping = source
+        fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now()})
+        self.log.write("signal", node=self.place.node, source=source)
+
+
+def _failed(rank: int, kind: str, error: dict[str, str]) -> dict[str, Any]:
+    return {"rank": rank, "ending": "failed", "kind": kind, "exit_code": EXIT_CONFIG, "error": error}
+
+
+def _one_host(place: Place) -> bool:
+    return len(place.nodes) == 1 or settings.LOCAL_JOB in place.environ
+
+
+def _past(since: float | None, allowed_s: float, now: float) -> bool:
+    return since is not None and now - since > allowed_s
+
+
+def _doze(child: Any) -> None:
+    clock.wait_until(lambda: child.poll() is not None, POLL_S, POLL_S / 2)
+
+
+def _kill_group(pid: int) -> None:
+    """torchrun leads a session of its own: what is left of it goes at once."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def main() -> int:
+    """``clustertrain agent``, run by srun or the local step once on every node."""
+    signals = Signals()
+    try:
+        place = place_from(os.environ)
+    except ClusterTrainError as e:
+        print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
+        return e.exit_code
+    return Agent(place, signals).run().exit_code

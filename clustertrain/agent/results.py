@@ -1,0 +1,64 @@
+"""How a node's ranks ended: read from their records, judged, written as ``results/<node>.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clustertrain import fsio
+from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+
+# Which kind of failure explains the others: a rank that raised makes its peers' collectives fail.
+_EXPLAINS = ("environment", "out_of_memory", "user_error", "communication")
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    node: str
+    node_rank: int
+    ending: str  # completed, stopped, failed
+    kind: str | None  # of a failure: environment, out_of_memory, user_error, communication, killed, unknown
+    exit_code: int
+    step: int | None
+    committed_step: int | None
+    message: str | None
+    ranks: Sequence[Mapping[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "ranks": list(self.ranks)}
+
+
+def read_ranks(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """The records that exist, by rank."""
+    found = {r: fsio.read_json(folder / f"rank-{r}.json") for r in ranks}
+    return {r: record for r, record in found.items() if record is not None}
+
+
+def judge(node: str, node_rank: int, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]) -> NodeResult:
+    """One verdict for the node. A rank without a record was killed; "completed" needs all of them."""
+    full = [records.get(r) or {"rank": r, "ending": "failed", "kind": "killed", "error": None} for r in ranks]
+    endings = {str(r["ending"]) for r in full}
+    steps = [int(r["step"]) for r in full if r.get("step") is not None]
+    committed = [int(r["committed_step"]) for r in full if r.get("committed_step") is not None]
+    common: dict[str, Any] = {
+        "node": node,
+        "node_rank": node_rank,
+        "step": max(steps, default=None),
+        "committed_step": max(committed, default=None),
+        "ranks": full,
+    }
+    if endings == {"completed"}:
+        return NodeResult(ending="completed", kind=None, exit_code=EXIT_DONE, message=None, **common)
+    if endings == {"stopped"}:
+        return NodeResult(ending="stopped", kind=None, exit_code=EXIT_STOPPED, message=None, **common)
+    failed = [r for r in full if r["ending"] == "failed"] or full
+    kinds = {str(r.get("kind") or "unknown") for r in failed}
+    kind = next((k for k in (*_EXPLAINS, "killed") if k in kinds), "unknown")
+    culprit = next((r for r in failed if (r.get("kind") or "unknown") == kind), failed[0])
+    error = culprit.get("error")
+    said = f"{error['type']}: {error['message']}" if error else "it was killed before it could say why"
+    message = f"rank {culprit['rank']} on {node}: {said}"
+    code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
+    return NodeResult(ending="failed", kind=kind, exit_code=code, message=message, **common)

@@ -1,0 +1,26 @@
+"""Signals set a flag and nothing else; the loops look at it."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class Signals:
+    """Remembers the stop signals that this process got. Install once, in the main thread."""
+
+    WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        for s in self.WATCHED:
+            signal.signal(s, self._note)
+        # A closed terminal must not end a run.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number).name)
+
+    @property
+    def first(self) -> str | None:
+        return self.received[0] if self.received else None

@@ -1,0 +1,75 @@
+"""The ``clustertrain`` command. Sub-commands are imported when they are called, so that ``--help`` stays quick."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+
+import click
+
+from clustertrain.errors import EXIT_FAILED, ClusterTrainError
+
+# verb: (where, one line of help). The help stands here so that the list needs no import.
+COMMANDS = {
+    "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
+    "plan": ("clustertrain.cli.submit:plan", "Show what submit would choose and why; submit nothing."),
+    "list": ("clustertrain.cli.jobs:list_", "My runs, newest first."),
+    "status": ("clustertrain.cli.jobs:status", "A run's attempts, their endings, the step and where the time went."),
+    "logs": ("clustertrain.cli.logs:logs", "Per-rank logs, followed across requeues."),
+    "wait": ("clustertrain.cli.jobs:wait", "Wait for a run to end; exit 0 only if it completed."),
+    "cancel": ("clustertrain.cli.jobs:cancel", "End a run for good."),
+    "requeue": ("clustertrain.cli.jobs:requeue", "Stop at a checkpoint and start again, or continue an ended run."),
+    "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
+    "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, digest and prune checkpoints."),
+}
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="clustertrain")
+def cli() -> None:
+    """Submit PyTorch training to Slurm or to this machine, survive preemption, and see every GPU.
+
+    RUN is a run id or a unique prefix of one, a job id, or `latest`.
+    """
+
+
+def main() -> int:
+    """Run the command line; returns the exit code. Errors are shown, never a traceback of the expected ones."""
+    try:
+        result = cli.main(prog_name="clustertrain", standalone_mode=False)
+    except ClusterTrainError as e:
+        click.echo(f"clustertrain: {e}", err=True)
+        return e.exit_code
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        click.echo(f"clustertrain: {e.filename or 'a file'}: {e.strerror}", err=True)
+        return EXIT_FAILED
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,119 @@
+"""What is true of a run now: its own files, joined with one question to the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from clustertrain import clock
+from clustertrain.errors import ClusterTrainError, CommandFailed
+from clustertrain.launch.backend import Backend, JobStart, JobView
+from clustertrain.launch.choose import backend as backend_named
+from clustertrain.run import attempts, endings, events, metrics, state
+from clustertrain.run.attempts import Attempt
+from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.spec import load_spec
+
+
+@dataclass(frozen=True)
+class Look:
+    run: RunDir
+    backend: str
+    name: str
+    job_id: str | None
+    state: str
+    view: JobView | None
+    silence: str | None  # why the scheduler's part is missing
+    history: Sequence[Attempt]
+    step: int | None
+    total_steps: int | None
+    goodput: Goodput
+
+    @property
+    def final(self) -> bool:
+        return self.state in state.FINAL
+
+
+def backend_of(run: RunDir) -> Backend:
+    """The backend that the run was submitted to."""
+    submitted = events.last(events.of_run(run), "submitted")
+    return backend_named(str(submitted["backend"]) if submitted else load_spec(run).job.backend)
+
+
+def job_of(run: RunDir, history: Sequence[Attempt]) -> str | None:
+    ids = attempts.job_ids(run, history)
+    return ids[-1] if ids else None
+
+
+def total_steps(run: RunDir) -> int | None:
+    """From the newest session's own word: a script decides about its steps by itself."""
+    for attempt in reversed(run.attempts()):
+        event = events.last(events.of_attempt(attempt), "first_step") or {}
+        if event.get("total") is not None:
+            return int(event["total"])
+    spec = load_spec(run)
+    return None if spec.script is not None else spec.recipe.train.steps
+
+
+def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bool = True) -> Look:
+    """``views`` may hold the answers for many runs, asked in one question before."""
+    history = attempts.read_all(run)
+    job_id = job_of(run, history)
+    backend = backend_of(run)
+    view, silence = None, None
+    try:
+        if views is None and job_id is not None:
+            views = backend.views([job_id])
+        view = (views or {}).get(job_id or "")
+    except CommandFailed as e:
+        silence = str(e)
+    starts: list[JobStart] = []
+    unexplained = bool(history) and history[-1].ending is None
+    if accounting and job_id and (view is None or not view.alive) and (unexplained or not history):
+        starts = _starts(backend, job_id)
+    word = starts[-1].state if starts else ""
+    now_state = state.of_run(run, history, view, word)
+    if silence is not None and now_state in (state.FAILED, state.CANCELLED) and (unexplained or not history):
+        # No answer is not "no such job".
+        now_state = state.RUNNING if history else state.PENDING
+    history = _explained(history, now_state, starts)
+    row = metrics.latest(run)
+    steps = [*(a.last_step for a in history if a.last_step is not None), *run.committed_steps()[-1:]]
+    return Look(
+        run=run,
+        backend=backend.name,
+        name=load_spec(run).job.name or run.id,
+        job_id=job_id,
+        state=now_state,
+        view=view,
+        silence=silence,
+        history=history,
+        step=int(row["step"]) if row and now_state == state.RUNNING else max(steps, default=None),
+        total_steps=total_steps(run),
+        goodput=ledger(run, history, clock.now(), now_state in state.FINAL),
+    )
+
+
+def _starts(backend: Backend, job_id: str) -> list[JobStart]:
+    try:
+        return backend.starts(job_id)
+    except ClusterTrainError:
+        return []  # no accounting: unknown stays unknown
+
+
+def _explained(history: Sequence[Attempt], now_state: str, starts: Sequence[JobStart]) -> list[Attempt]:
+    """The last attempt with the accounting's verdict, where it ended without a word of its own. A reader's view:
+    nothing is written, the next start writes its own."""
+    out = list(history)
+    if not out or out[-1].ending is not None or now_state == state.RUNNING:
+        return out
+    row = starts[-1] if starts else None
+    ending = endings.of_scheduler(row.state) if row else endings.UNKNOWN
+    if now_state == state.CANCELLED:
+        ending = endings.CANCELLED
+    reason = f"ended without a word of its own; the scheduler says {row.state}" if row else None
+    out[-1] = msgspec.structs.replace(out[-1], ending=ending, reason=reason, end=row.end if row else None)
+    return out

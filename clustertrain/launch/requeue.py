@@ -1,0 +1,155 @@
+"""After an attempt: how did it end, and does the run go on? Pure functions over evidence that somebody else gathered.
+
+Several witnesses are asked, in this order of trust: the cancel marker, what the nodes wrote, the scheduler. srun's exit
+code is none of them: it is 0 after a node failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
+from clustertrain.launch.backend import RUNNING, JobView
+from clustertrain.run import endings
+from clustertrain.run.attempts import Attempt
+
+Action = Literal["finish", "requeue", "resubmit", "stop", "leave"]
+# How close to the time limit a stop counts as one because of it.
+NEAR_LIMIT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known at the end of an attempt. Times are UTC epoch seconds."""
+
+    nodes: tuple[str, ...]
+    results: Mapping[str, Mapping[str, Any]]  # results/<node>.json, by node
+    cancelled: bool
+    view: JobView | None  # None: the scheduler did not answer, or does not know the job
+    accounting: str  # the accounting's word for this start, where it was asked for; else ""
+    step_exit: int  # the step launcher's own code
+    requeue_asked: bool
+    end_time: float | None
+    lead_s: float
+    stop_at: float | None  # when the stop was asked for
+    sources: tuple[str, ...]  # who asked for it
+    now: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    ending: str
+    reason: str
+    blamed: tuple[str, ...] = ()  # nodes
+    fatal: int | None = None  # an exit code that no requeue can change
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: Action
+    why: str
+    exit_code: int
+    exclude: tuple[str, ...] = ()
+
+
+def classify(e: Evidence) -> Verdict | None:
+    """How the attempt ended, or None when only the scheduler will know (it is ending the job by itself)."""
+    endings_seen = {str(r["ending"]) for r in e.results.values()}
+    missing = tuple(n for n in e.nodes if n not in e.results)
+    if not missing and endings_seen == {"completed"}:
+        return Verdict(endings.COMPLETED, "all ranks completed")
+    if e.cancelled:
+        return Verdict(endings.CANCELLED, "cancelled by its owner")
+    if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
+        return _ended_from_outside(e)
+    if not missing and "failed" not in endings_seen:
+        return _stopped(e)
+    return _failed(e, missing)
+
+
+def _ended_from_outside(e: Evidence) -> Verdict | None:
+    """The job is being ended by the scheduler itself: by scancel, at its limit, or because a node is gone."""
+    known = endings.of_scheduler(e.accounting)
+    if known == endings.CANCELLED:
+        return Verdict(known, "cancelled with the scheduler's own command")
+    if known == endings.TIME_LIMIT or (e.end_time is not None and e.now >= e.end_time - NEAR_LIMIT_S):
+        return Verdict(endings.TIME_LIMIT, "the time limit was reached")
+    return None
+
+
+def _stopped(e: Evidence) -> Verdict:
+    if e.requeue_asked:
+        return Verdict(endings.PREEMPTED, "stopped for a requeue that its owner asked for")
+    if e.view is not None and e.view.preempt_time is not None:
+        return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
+    asked = e.stop_at or e.now
+    if e.end_time is not None and asked >= e.end_time - e.lead_s - NEAR_LIMIT_S:
+        return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
+    source = ", ".join(e.sources) or "an unknown source"
+    return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
+
+
+_SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
+
+
+def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+    failed = [r for r in e.results.values() if r["ending"] == "failed"]
+    for kind in ("environment", *_SCHEDULER_KINDS):
+        culprit = next((r for r in failed if r.get("kind") == kind), None)
+        if culprit is not None:
+            ending = _SCHEDULER_KINDS.get(kind, endings.USER_ERROR)
+            fatal = EXIT_CONFIG if kind == "environment" else None
+            return Verdict(ending, str(culprit.get("message")), fatal=fatal)
+    if missing and not e.results:
+        if e.step_exit == EXIT_CONFIG:
+            return Verdict(endings.USER_ERROR, "no node could start: see job.log", fatal=EXIT_CONFIG)
+        return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
+    if missing:
+        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(missing)}", blamed=missing)
+    killed = next((r for r in failed if r.get("kind") == "killed"), None)
+    if killed is not None:
+        return Verdict(endings.UNKNOWN, str(killed.get("message")))
+    communication = next((r for r in failed if r.get("kind") == "communication"), None)
+    if communication is not None:
+        return Verdict(endings.COMMUNICATION, str(communication.get("message")))
+    return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
+
+
+def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> Decision:
+    """What to do after ``verdict``. ``history`` holds all attempts, the one just ended last (its ending filled in)."""
+    if verdict.ending == endings.COMPLETED:
+        return Decision("finish", verdict.reason, EXIT_DONE)
+    if verdict.fatal is not None:
+        return Decision("stop", f"{verdict.reason}; a requeue would fail the same way", verdict.fatal)
+    if verdict.ending == endings.CANCELLED:
+        return Decision("stop", verdict.reason, EXIT_NO_REQUEUE)
+    if verdict.ending == endings.USER_ERROR:
+        return Decision("stop", verdict.reason, EXIT_FAILED)
+    spent = budget_spent(verdict.ending, history, max_requeues)
+    if spent is not None:
+        return Decision("stop", spent, EXIT_NO_REQUEUE)
+    if verdict.blamed:
+        return Decision("resubmit", f"without {', '.join(verdict.blamed)}", EXIT_STOPPED, exclude=verdict.blamed)
+    return Decision("requeue", verdict.reason, EXIT_STOPPED)
+
+
+def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
+    """Why the run must not go on, or None. Only a newer committed step refills a budget."""
+    if len(history) > max_requeues:
+        return f"--max-requeues {max_requeues} is used up after {len(history)} attempts"
+    since: list[Attempt] = []
+    for attempt in reversed(history):
+        if attempt.progressed:
+            break
+        since.append(attempt)
+    # A preemption before the first step says nothing about the run.
+    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None)]
+    if len(charged) >= endings.NO_PROGRESS_LIMIT:
+        return f"no progress: {len(charged)} attempts in a row committed no newer step"
+    same = [a for a in charged if a.ending == ending]
+    allowed = endings.BUDGET.get(ending, 0)
+    if len(same) > allowed:
+        return f"no progress: {len(same)} attempts in a row ended with {ending} (allowed: {allowed})"
+    return None

@@ -1,0 +1,154 @@
+"""The detached process that plays slurmctld for one local job. ``python -m clustertrain.launch.supervisor FOLDER``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+from clustertrain import clock, proc, settings
+from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
+from clustertrain.launch.local import JobFolder, LocalJob, run_of
+from clustertrain.run import metrics
+
+POLL_S = 0.1
+KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Supervisor:
+    def __init__(self, folder: JobFolder, job: LocalJob) -> None:
+        self.folder = folder
+        self.job = job
+        self.run = run_of(job)
+        self.rehearsed = 0
+        self.kill_at: float | None = None
+
+    def main(self) -> None:
+        me = psutil.Process()
+        self.job.pid, self.job.pid_created = me.pid, me.create_time()
+        self.folder.write(self.job)
+        while self._start_once():
+            self.job.restarts += 1
+            self.job.preempt_time = None
+            self._say(PENDING, "requeued")
+
+    def _say(self, state: str, reason: str = "") -> None:
+        self.job.state, self.job.reason = state, reason
+        self.folder.write(self.job)
+
+    def _start_once(self) -> bool:
+        """One start of job.sh, to its end. Returns whether there is to be another."""
+        if self.folder.cancel.exists():
+            self._say("CANCELLED", "cancelled while pending")
+            return False
+        self.folder.requeue.unlink(missing_ok=True)
+        self.kill_at = None
+        start = clock.now()
+        self.job.start_time = start
+        self.job.end_time = start + self.job.time_limit_s if self.job.time_limit_s else None
+        self._say(RUNNING)
+        env = {**os.environ, settings.LOCAL_JOB: str(self.folder.path)}
+        batch = proc.start(
+            ["/bin/bash", self.run.script], env=env, cwd=self.run.path, log=self.run.job_log, new_session=True
+        )
+        ended_by = ""
+        while batch.poll() is None:
+            ended_by = self._look(ended_by)
+            clock.wait_until(lambda: batch.poll() is not None, POLL_S, POLL_S)
+        _kill_descendants()
+        return self._finish(batch.returncode, ended_by, start)
+
+    def _look(self, ended_by: str) -> str:
+        now = clock.now()
+        if self.kill_at is not None and now >= self.kill_at:
+            _kill_descendants()
+            self.kill_at = now + KILL_WAIT_S
+        if ended_by:
+            return ended_by
+        if self.folder.cancel.exists():
+            return self._warn("CANCELLED", KILL_WAIT_S, COMPLETING)
+        if self.job.end_time is not None and now >= self.job.end_time:
+            return self._warn("TIMEOUT", KILL_WAIT_S, COMPLETING)
+        if self._rehearsal_due():
+            self.rehearsed += 1
+            self.job.preempt_time = now
+            return self._warn("PREEMPTED", self.job.grace_s, RUNNING)
+        return ""
+
+    def _warn(self, why: str, grace_s: float, state: str) -> str:
+        """SIGTERM to every process of the step, the kill after the grace time, as slurmd does it."""
+        self.kill_at = clock.now() + grace_s
+        self._say(state, why)
+        for child in psutil.Process().children(recursive=True):
+            _signal(child, signal.SIGTERM)
+        return why
+
+    def _rehearsal_due(self) -> bool:
+        steps = self.job.preempt_at_steps
+        if self.rehearsed >= len(steps):
+            return False
+        row = metrics.latest(self.run)
+        # A row of an earlier attempt is not a step of this one.
+        return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
+
+    def _finish(self, code: int, ended_by: str, start: float) -> bool:
+        again = self.folder.requeue.exists() and ended_by in ("", "PREEMPTED")
+        if again:
+            state = "REQUEUED"
+        elif ended_by:
+            state = ended_by
+            # As Slurm does with a preempted job that did not leave by itself in the grace time.
+            again = ended_by == "PREEMPTED" and code != 0 and self.kill_at is None
+        else:
+            state = "COMPLETED" if code == 0 else "FAILED"
+        record = {
+            "state": state,
+            "start": start,
+            "end": clock.now(),
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+        }
+        self.job.starts = [*self.job.starts, record]
+        self.job.end_time = None
+        self._say(PENDING if again else state, ended_by)
+        return again
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _kill_descendants() -> None:
+    """Everything below this process goes, orphans included: as a subreaper it inherits them."""
+    me = psutil.Process()
+    for _ in range(100):
+        children = me.children(recursive=True)
+        if not children:
+            return
+        for child in children:
+            _signal(child, signal.SIGKILL)
+        psutil.wait_procs(children, timeout=1.0)
+
+
+def main() -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder = JobFolder(Path(sys.argv[1]))
+    job = folder.read()
+    if job is None:
+        print(f"{folder.record} is missing", file=sys.stderr)
+        return 1
+    Supervisor(folder, job).main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What happened in each attempt, read from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from clustertrain import fsio
+from clustertrain.run import events, metrics
+from clustertrain.run.folder import AttemptDir, RunDir
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of the run. ``ending`` is None while nobody has written one."""
+
+    n: int
+    job_id: str
+    restart: int
+    nodes: tuple[str, ...]
+    host: str
+    start: float | None
+    end: float | None
+    ending: str | None
+    reason: str | None
+    first_step: int | None  # the step it started from
+    last_step: int | None  # the newest step that it is known to have done
+    restored_step: int | None
+    committed_step: int | None  # the newest that this attempt committed
+    requeued: str | None  # how: requeue, resubmit, slurm
+    stopped: str | None  # why the run will not be continued
+
+    @property
+    def progressed(self) -> bool:
+        """It committed a step that was not there before."""
+        return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
+
+
+def _number(event: events.Event | None, key: str) -> Any:
+    return event.get(key) if event else None
+
+
+def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
+    log = events.of_attempt(attempt)
+    record = fsio.read_json(attempt.record) or {}
+    started, ended = events.last(log, "started"), events.last(log, "ended")
+    first = next(events.named(log, "first_step"), None)
+    restored = events.last(log, "restored")
+    checkpoints = [int(e["step"]) for e in events.named(log, "checkpoint")]
+    rows = metrics.last_row(run.metrics_of(attempt.n))
+    steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
+    return Attempt(
+        n=attempt.n,
+        job_id=str(record.get("job_id", "")),
+        restart=int(record.get("restart", 0)),
+        nodes=tuple(record.get("nodes", ())),
+        host=str(record.get("host", "")),
+        start=_number(started, "t") or record.get("t"),
+        end=_number(ended, "at") or _number(ended, "t"),
+        ending=_number(ended, "ending"),
+        reason=_number(ended, "reason"),
+        first_step=_number(first, "step"),
+        last_step=max(steps, default=None),
+        restored_step=_number(restored, "step"),
+        committed_step=max(checkpoints, default=None),
+        requeued=_number(events.last(log, "requeued"), "how"),
+        stopped=_number(events.last(log, "stopped"), "why"),
+    )
+
+
+def read_all(run: RunDir) -> list[Attempt]:
+    return [read_one(run, a) for a in run.attempts()]
+
+
+def charged(run: RunDir) -> list[Attempt]:
+    """The attempts that count against the budgets: those since the owner last continued the run by hand."""
+    continued = events.last(events.of_run(run), "continued")
+    since = float(continued["t"]) if continued else 0.0
+    return [a for a in read_all(run) if a.start is None or a.start >= since]
+
+
+def job_ids(run: RunDir, attempts: Sequence[Attempt] | None = None) -> list[str]:
+    """All job ids that the run has held, oldest first."""
+    ids = [str(e["job_id"]) for e in events.of_run(run) if e.get("job_id")]
+    for attempt in attempts if attempts is not None else read_all(run):
+        ids.append(attempt.job_id)
+        ids += [str(e["job_id"]) for e in events.named(events.of_attempt(run.attempt(attempt.n)), "requeued")]
+    return list(dict.fromkeys(i for i in ids if i))

@@ -1,0 +1,49 @@
+"""How an attempt can end, and what each ending may cost."""
+
+from __future__ import annotations
+
+from typing import Final
+
+COMPLETED: Final = "completed"
+PREEMPTED: Final = "preempted"
+TIME_LIMIT: Final = "time_limit"
+NODE_FAILURE: Final = "node_failure"
+OUT_OF_MEMORY: Final = "out_of_memory"
+HANG: Final = "hang"
+COMMUNICATION: Final = "communication"
+USER_ERROR: Final = "user_error"
+NO_PROGRESS: Final = "no_progress"
+CANCELLED: Final = "cancelled"
+UNKNOWN: Final = "unknown"
+
+# How often an ending may happen in a row before the run stops; a newer committed step refills all of them.
+# user_error has none: the same code would fail the same way. preempted is the cluster's doing, so it is generous, but
+# not endless: a job that is preempted each time before it commits anything only heats the room.
+BUDGET: Final[dict[str, int]] = {
+    PREEMPTED: 20,
+    TIME_LIMIT: 2,
+    NODE_FAILURE: 5,
+    OUT_OF_MEMORY: 1,
+    HANG: 2,
+    COMMUNICATION: 3,
+    USER_ERROR: 0,
+    UNKNOWN: 2,
+}
+# Attempts in a row, whatever their endings, that ran steps and committed none.
+NO_PROGRESS_LIMIT: Final = 6
+
+# Slurm's words for a finished start. Those that are missing (REQUEUED, FAILED, COMPLETED, …) say nothing of the cause.
+_OF_SLURM: Final = {
+    "PREEMPTED": PREEMPTED,
+    "TIMEOUT": TIME_LIMIT,
+    "DEADLINE": TIME_LIMIT,
+    "NODE_FAIL": NODE_FAILURE,
+    "BOOT_FAIL": NODE_FAILURE,
+    "OUT_OF_MEMORY": OUT_OF_MEMORY,
+    "CANCELLED": CANCELLED,
+}
+
+
+def of_scheduler(state: str) -> str:
+    """The ending that a scheduler's word stands for ("CANCELLED by 0" counts as CANCELLED); unknown stays unknown."""
+    return _OF_SLURM.get(state.split(maxsplit=1)[0].rstrip("+") if state else "", UNKNOWN)

@@ -1,0 +1,26 @@
+"""How long before the end of the allocation the ranks must be told to stop."""
+
+from __future__ import annotations
+
+from clustertrain import fsio
+from clustertrain.run import events, metrics
+from clustertrain.run.folder import RunDir
+
+DEFAULT_LEAD_S = 120.0
+EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and the batch host to decide
+
+
+def lead_s(run: RunDir) -> float:
+    """Seconds: two steps, a save and the exit, each with a factor of safety, from what earlier attempts measured; at
+    the first start what the plan took from the cluster profile."""
+    plan = fsio.read_json(run.plan) or {}
+    first = float(plan.get("signal_lead_s") or DEFAULT_LEAD_S)
+    attempts = run.attempts()
+    saves = [
+        float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
+    ]
+    # The first step of an attempt includes warming up and says little; the last ones are the rule.
+    steps = [float(r["step_s"]) for a in attempts for r in metrics.last_rows(run.metrics_of(a.n)) if "step_s" in r]
+    if not saves or not steps:
+        return first
+    return 3 * max(steps) + 3 * max(saves) + EXIT_S
