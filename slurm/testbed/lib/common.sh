@@ -1,0 +1,85 @@
+# shellcheck shell=bash
+# What up, down, status and node share: names and numbers, messages, waiting. Sourced, never run.
+
+export LC_ALL=C
+# A shell that became root with plain su has no sbin folders, and every daemon lives there.
+PATH=$PATH:/usr/sbin:/sbin
+umask 022
+
+testbed=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+state=$(realpath -m -- "${CLUSTERTRAIN_TESTBED_DIR:-/var/tmp/clustertrain-testbed}")
+nodes=(node01 node02 node03 node04)
+
+# Exit status for "this machine cannot run the testbed" (no root, a package missing): tests skip on it.
+readonly CANNOT_RUN=77
+
+say() { printf '%s\n' "testbed: $*"; }
+
+die() {
+    printf '%s\n' "testbed: $*" >&2
+    exit 1
+}
+
+cannot_run() {
+    printf '%s\n' "testbed: $*" >&2
+    exit "$CANNOT_RUN"
+}
+
+# die_log LOG MESSAGE: the message, the log's name, and its last lines, which mostly hold the reason.
+die_log() {
+    local log=$1
+    shift
+    printf '%s\n' "testbed: $*" "testbed: see $log; its last lines:" >&2
+    tail -n 15 -- "$log" >&2 || true
+    exit 1
+}
+
+# wait_until SECONDS COMMAND...: polls until the command succeeds; fails when the time is up.
+wait_until() {
+    local limit=$1
+    local deadline=$((SECONDS + limit))
+    shift
+    until "$@" >/dev/null 2>&1; do
+        ((SECONDS < deadline)) || return 1
+        sleep 0.1
+    done
+}
+
+require_root() {
+    [[ $EUID == 0 ]] || cannot_run "must run as root (network namespaces, device nodes); try: sudo $0"
+}
+
+require_commands() {
+    local pair missing=() packages=()
+    for pair in slurmctld:slurm-wlm slurmd:slurm-wlm scontrol:slurm-wlm slurmdbd:slurmdbd munged:munge \
+        mariadbd:mariadb-server mariadb-install-db:mariadb-server ip:iproute2 ss:iproute2 \
+        nsenter:util-linux unshare:util-linux flock:util-linux setsid:util-linux hostname:hostname; do
+        command -v "${pair%%:*}" >/dev/null && continue
+        missing+=("${pair%%:*}")
+        [[ " ${packages[*]} " == *" ${pair##*:} "* ]] || packages+=("${pair##*:}")
+    done
+    ((${#missing[@]} == 0)) || cannot_run "missing: ${missing[*]}. Run: apt-get install ${packages[*]}" \
+        "(or slurm/install-packages)"
+}
+
+# Slurm's configuration files know no quoting, so the state folder's name must need none. munge's socket lies in it,
+# and the kernel allows 107 bytes for a socket's path.
+require_plain_state_path() {
+    [[ $state =~ ^/[A-Za-z0-9._/+-]+$ && ${#state} -le 80 ]] ||
+        die "CLUSTERTRAIN_TESTBED_DIR=$state: needs an absolute path of at most 80 characters out of A-Z a-z 0-9 . _ / + -"
+}
+
+# One up, down or node at a time on the whole machine. The lock is taken on a file that is always there (and that up
+# edits in place), so that nothing is left behind; the kernel drops it when the process dies.
+take_lock() {
+    exec {lock_fd}</etc/hosts
+    flock -w 180 "$lock_fd" || die "another testbed command has been at work for three minutes; see: fuser -v /etc/hosts"
+}
+
+# The mark that makes a folder ours: up writes into no other folder, down deletes no other folder.
+state_mark=$state/.clustertrain-testbed
+
+# client COMMAND...: a Slurm client command against this cluster, bounded, without the caller's SLURM_* and SBATCH_*.
+client() {
+    env -i PATH="$PATH" SLURM_CONF="$state/etc/slurm.conf" timeout 10 "$@"
+}

@@ -1,0 +1,128 @@
+# shellcheck shell=bash disable=SC2154  # the variables come from common.sh
+# Four hosts as network namespaces on one bridge. Every function may be repeated. Sourced, never run.
+
+subnet=10.77.0
+bridge=ctbr0
+bridge_address=$subnet.1
+# Lines of ours in /etc/hosts end in this, which is how they are found again.
+hosts_tag='# clustertrain-testbed'
+
+node_address() { printf '%s.%d\n' "$subnet" $((10 + 10#${1#node})); }
+node_netns() { printf 'clustertrain-%s\n' "$1"; }
+node_link() { printf 'ct-%s\n' "$1"; }
+
+# in_netns NODE COMMAND...: not ip-netns-exec, which mounts a fresh /sys, where slurmd then misses /sys/fs/cgroup.
+in_netns() {
+    nsenter --net="/run/netns/$(node_netns "$1")" "${@:2}"
+}
+
+# The state folder that the bridge belongs to; empty when there is no bridge.
+bridge_owner() {
+    local alias=/sys/class/net/$bridge/ifalias
+    [[ -e $alias ]] || return 0
+    cat -- "$alias"
+}
+
+refuse_foreign_network() {
+    local owner route
+    if [[ -e /sys/class/net/$bridge ]]; then
+        owner=$(bridge_owner)
+        # An empty owner is our own: up was interrupted between making the bridge and naming its owner.
+        [[ -z $owner || $owner == "$state" ]] ||
+            die "a testbed with another state folder is up; end it: CLUSTERTRAIN_TESTBED_DIR=$owner $testbed/down"
+    fi
+    route=$(ip -4 -o route show "$subnet.0/24" | grep -v " dev $bridge " || true)
+    [[ -z $route ]] || die "the network $subnet.0/24 is in use on this machine: $route"
+}
+
+network_up() {
+    local node
+    [[ -e /sys/class/net/$bridge ]] || ip link add "$bridge" type bridge
+    ip link set "$bridge" alias "$state"
+    ip addr replace "$bridge_address/24" dev "$bridge"
+    ip link set "$bridge" up
+    for node in "${nodes[@]}"; do
+        node_network_up "$node"
+    done
+    hosts_add
+}
+
+node_network_up() {
+    local node=$1 netns link
+    netns=$(node_netns "$node")
+    link=$(node_link "$node")
+    # A file without a namespace behind it is what an interrupted "ip netns add" leaves.
+    if ! in_netns "$node" true 2>/dev/null; then
+        ip netns delete "$netns" 2>/dev/null || true
+        ip netns add "$netns"
+    fi
+    if ! [[ -e /sys/class/net/$link ]] || ! in_netns "$node" ip link show eth0 >/dev/null 2>&1; then
+        ip link delete "$link" 2>/dev/null || true
+        ip link add "$link" type veth peer name eth0 netns "$netns"
+    fi
+    ip link set "$link" master "$bridge" up
+    in_netns "$node" ip link set lo up
+    in_netns "$node" ip addr replace "$(node_address "$node")/24" dev eth0
+    in_netns "$node" ip link set eth0 up
+}
+
+link_is_up() { [[ $(cat "/sys/class/net/$(node_link "$1")/operstate" 2>/dev/null) == up ]]; }
+
+network_down() {
+    local node
+    for node in "${nodes[@]}"; do
+        # Deleting one end of a veth pair deletes the other at once; the namespace alone would do it some time later.
+        ip link delete "$(node_link "$node")" 2>/dev/null || true
+        ip netns delete "$(node_netns "$node")" 2>/dev/null || true
+    done
+    ip link delete "$bridge" 2>/dev/null || true
+    hosts_remove
+}
+
+# Written in place: in a container /etc/hosts is a mount of its own, which no rename can replace.
+hosts_write() {
+    local wanted=$1
+    [[ $wanted == "$(cat /etc/hosts; printf x)" ]] || printf '%s' "${wanted%x}" >/etc/hosts
+}
+
+# The trailing x keeps the command substitution from eating the file's last newlines.
+hosts_without_ours() {
+    grep -v -- "$hosts_tag\$" /etc/hosts || true
+    printf x
+}
+
+hosts_add() {
+    local node lines address
+    lines=$(hosts_without_ours)
+    lines=${lines%x}
+    lines+="$bridge_address testbed-ctl $hosts_tag"$'\n'
+    for node in "${nodes[@]}"; do
+        lines+="$(node_address "$node") $node $hosts_tag"$'\n'
+    done
+    hosts_write "${lines}x"
+    for node in "${nodes[@]}"; do
+        address=$(getent ahostsv4 "$node" | awk 'NR == 1 { print $1 }')
+        [[ $address == "$(node_address "$node")" ]] ||
+            die "the name $node leads to ${address:-nowhere}, not to $(node_address "$node"): see /etc/hosts"
+    done
+}
+
+hosts_remove() { hosts_write "$(hosts_without_ours)"; }
+
+# SIGKILL to every process in the host's namespace, until none is left: a process may fork while it is being killed.
+kill_host_processes() {
+    local node=$1 pids
+    local deadline=$((SECONDS + 20))
+    [[ -e /run/netns/$(node_netns "$node") ]] || return 0
+    while true; do
+        # Zombies are still listed, but no signal helps them: they wait for their parent.
+        pids=$(for pid in $(ip netns pids "$(node_netns "$node")"); do
+            [[ $(sed 's/.*) //; s/ .*//' "/proc/$pid/stat" 2>/dev/null) == [ZX] ]] || printf '%s ' "$pid"
+        done)
+        [[ -n $pids ]] || return 0
+        ((SECONDS < deadline)) || die "processes of $node outlive SIGKILL: $pids"
+        # shellcheck disable=SC2086  # a list of numbers
+        kill -KILL $pids 2>/dev/null || true
+        sleep 0.05
+    done
+}
