@@ -44,6 +44,7 @@ class Sampler:
         on_event: called as ``on_event(name, **fields)`` from the sampler's thread: ``gpu_lost``, ``gpu_back``,
             ``telemetry_failed``.
         first_rank: global rank of local rank 0; local rank i runs on the i-th allocated GPU. None: not known.
+        rank_count: how many ranks the node has, where that may be fewer than GPUs.
         intervals: the other intervals; ``interval_s`` wins over its ``sample_s``.
     """
 
@@ -56,6 +57,7 @@ class Sampler:
         on_event: OnEvent | None = None,
         *,
         first_rank: int | None = None,
+        rank_count: int | None = None,
         intervals: Intervals | None = None,
     ) -> None:
         self._node = node
@@ -63,6 +65,7 @@ class Sampler:
         self._intervals = msgspec.structs.replace(intervals or Intervals(), sample_s=interval_s)
         self._on_event = on_event
         self._first_rank = first_rank
+        self._rank_count = rank_count
         self._writer = Writer(folder)
         self._nvml = Nvml()
         self._nvml_reason: str | None = None
@@ -172,7 +175,8 @@ class Sampler:
         )
 
     def _facts(self, number: int, device: Device) -> GpuFacts:
-        ranks = [] if self._first_rank is None else [self._first_rank + number]
+        idle = self._rank_count is not None and number >= self._rank_count
+        ranks = [] if self._first_rank is None or idle else [self._first_rank + number]
         return GpuFacts(**msgspec.structs.asdict(device), ranks=ranks)
 
     def _sample(self, host: HostReader) -> None:

@@ -83,7 +83,7 @@ class _Open:
 
     def close(self) -> Series:
         header = self.header
-        blank = [None] * len(header.gpu_fields)
+        blank: list[float | None] = [None] * len(header.gpu_fields)
         t = np.array([header.t + s.d for s in self.samples], dtype=np.float64)
         gpus = []
         for number in range(len(header.gpus)):

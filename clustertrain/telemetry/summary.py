@@ -1,4 +1,4 @@
-"""The shape of ``clustertrain telemetry --json``: scripts lean on these names. Ratios are 0-1, times UTC epoch seconds."""
+"""The shape of ``clustertrain telemetry --json``; scripts lean on these names. Ratios are 0-1, times UTC epoch s."""
 
 from __future__ import annotations
 
