@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Step:
     child: subprocess.Popen[bytes]
     stop_at: float | None = None
     requeue_asked: bool = False
+    new_options: dict[str, str] | None = None  # of the requeue that was asked for
     failed_at: float | None = None
     aborted_at: float | None = None
     next_look: float = 0.0
@@ -79,6 +80,8 @@ class Batch:
             return EXIT_FAILED
         self._close(verdict, evidence)
         decision = decide(verdict, attempts.charged(self.run), self.spec.job.max_requeues)
+        if decision.action == "requeue" and step.new_options:
+            decision = replace(decision, action="resubmit", options=step.new_options)
         return self._act(decision, verdict)
 
     def spent_by_others(self) -> int | None:
@@ -116,8 +119,9 @@ class Batch:
         if now >= step.next_ask:
             step.next_ask = now + ASK_SCHEDULER_S
             self._refresh_deadline()
-        if (self.attempt.path / "requeue-asked.json").exists() and not step.requeue_asked:
-            step.requeue_asked = True
+        asked = fsio.read_json(self.attempt.requeue_asked)
+        if asked is not None and not step.requeue_asked:
+            step.requeue_asked, step.new_options = True, asked["options"]
             self._ask_to_stop(step, "requeue")
         self._watch_failures(step, now)
         if self.backend.name == "local" and os.getppid() != self.parent:
@@ -211,7 +215,7 @@ class Batch:
             print(f"clustertrain: the run stops: {decision.why}", flush=True)
         if decision.action in ("finish", "stop"):
             return decision.exit_code
-        if decision.action == "resubmit" and self._resubmit(decision.exclude):
+        if decision.action == "resubmit" and self._resubmit(decision):
             return decision.exit_code
         return self._requeue()
 
@@ -225,7 +229,7 @@ class Batch:
             self.backend.requeue(self.job_id)
         except ClusterTrainError as e:
             print(f"clustertrain: requeue refused, submitting afresh: {e}", file=sys.stderr, flush=True)
-            if not self._resubmit(()):
+            if not self._resubmit(Decision("resubmit", "requeue was refused", EXIT_STOPPED)):
                 self.log.write("stopped", why=f"neither requeue nor a fresh submission was accepted: {e}")
                 return EXIT_NO_REQUEUE
             return EXIT_STOPPED
@@ -234,18 +238,20 @@ class Batch:
             clock.wait_until(lambda: bool(self.signals.received), GONE_S, POLL_S)
         return EXIT_STOPPED
 
-    def _resubmit(self, exclude: tuple[str, ...]) -> bool:
+    def _resubmit(self, decision: Decision) -> bool:
         """A fresh job for the same run. A requeued one would wait for the lost nodes in COMPLETING."""
         if self.run.cancelled.exists():
             return False
-        excluded = [n for n in (self.spec.job.exclude, *exclude) if n]
-        options = {"exclude": ",".join(excluded)} if excluded else {}
+        options = dict(decision.options)
+        excluded = [n for n in (options.get("exclude", self.spec.job.exclude), *decision.exclude) if n]
+        if excluded:
+            options["exclude"] = ",".join(excluded)
         try:
             job_id = self.backend.submit(Submission(run=self.run, options=options))
         except ClusterTrainError as e:
-            print(f"clustertrain: a fresh submission without {exclude} was refused: {e}", file=sys.stderr, flush=True)
+            print(f"clustertrain: a fresh submission with {options} was refused: {e}", file=sys.stderr, flush=True)
             return False
-        self.log.write("requeued", how="resubmit", job_id=job_id, exclude=list(exclude))
+        self.log.write("requeued", how="resubmit", job_id=job_id, exclude=excluded)
         # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
         self.backend.forbid_requeue(self.job_id)
         return True

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -42,7 +43,7 @@ class LocalJob(msgspec.Struct, kw_only=True):
     start_time: float | None = None
     end_time: float | None = None
     preempt_time: float | None = None
-    starts: list[dict[str, float | int | str | None]] = []
+    starts: list[dict[str, Any]] = []
 
 
 class JobFolder:
@@ -109,7 +110,7 @@ class LocalBackend(Backend):
             )
         )
         env = settings.without_allocation(submission.environ if submission.environ is not None else os.environ)
-        argv = [sys.executable, "-m", "clustertrain.launch.supervisor", folder.path]
+        argv = [sys.executable, "-m", "clustertrain.launch.supervisor", str(folder.path)]
         child = proc.start(argv, env=env, cwd=submission.run.path, log=folder.log, new_session=True)
 
         def answered() -> bool:

@@ -117,3 +117,23 @@ def _explained(history: Sequence[Attempt], now_state: str, starts: Sequence[JobS
     reason = f"ended without a word of its own; the scheduler says {row.state}" if row else None
     out[-1] = msgspec.structs.replace(out[-1], ending=ending, reason=reason, end=row.end if row else None)
     return out
+
+
+def look_all(runs: Sequence[RunDir]) -> list[Look]:
+    """Many runs with one question to each scheduler, and none to accounting but for what is unexplained."""
+    by_backend: dict[str, list[str]] = {}
+    backends: dict[str, Backend] = {}
+    for run in runs:
+        backend = backend_of(run)
+        backends[backend.name] = backend
+        job_id = job_of(run, attempts.read_all(run))
+        if job_id is not None:
+            by_backend.setdefault(backend.name, []).append(job_id)
+    views: dict[str, JobView] = {}
+    silent = set()
+    for name, ids in by_backend.items():
+        try:
+            views.update(backends[name].views(ids))
+        except CommandFailed:
+            silent.add(name)
+    return [look(run, None if backend_of(run).name in silent else views) for run in runs]

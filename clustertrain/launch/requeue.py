@@ -7,7 +7,7 @@ code is none of them: it is 0 after a node failure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
@@ -52,6 +52,7 @@ class Decision:
     why: str
     exit_code: int
     exclude: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)  # sbatch options that the owner asked for
 
 
 def classify(e: Evidence) -> Verdict | None:

@@ -80,10 +80,12 @@ def charged(run: RunDir) -> list[Attempt]:
     return [a for a in read_all(run) if a.start is None or a.start >= since]
 
 
-def job_ids(run: RunDir, attempts: Sequence[Attempt] | None = None) -> list[str]:
-    """All job ids that the run has held, oldest first."""
-    ids = [str(e["job_id"]) for e in events.of_run(run) if e.get("job_id")]
-    for attempt in attempts if attempts is not None else read_all(run):
-        ids.append(attempt.job_id)
-        ids += [str(e["job_id"]) for e in events.named(events.of_attempt(run.attempt(attempt.n)), "requeued")]
-    return list(dict.fromkeys(i for i in ids if i))
+def job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
+    """All job ids that the run has held, the one mentioned last at the end."""
+    mentions = [(float(e["t"]), str(e["job_id"])) for e in events.of_run(run) if e.get("job_id")]
+    for attempt in history if history is not None else read_all(run):
+        mentions.append((attempt.start or 0.0, attempt.job_id))
+        requeued = events.named(events.of_attempt(run.attempt(attempt.n)), "requeued")
+        mentions += [(float(e["t"]), str(e["job_id"])) for e in requeued]
+    newest_first = dict.fromkeys(job_id for _, job_id in sorted(mentions, reverse=True) if job_id)
+    return list(reversed(newest_first))

@@ -35,6 +35,11 @@ class AttemptDir:
         return self.path / "stop.json"
 
     @property
+    def requeue_asked(self) -> Path:
+        """Written by ``clustertrain requeue`` while the attempt runs: ``{"options": {…}}``."""
+        return self.path / "requeue-asked.json"
+
+    @property
     def deadline(self) -> Path:
         """When the allocation ends, as far as batch knows: ``{"end_time": epoch s, "lead_s": s}``."""
         return self.path / "deadline.json"
@@ -125,7 +130,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first. The marker is written last: a half-written one is not here."""
+        """Steps with a committed checkpoint, oldest first. The marker comes last, so a half-written one is not here."""
         folder = self.checkpoints
         if not folder.is_dir():
             return []

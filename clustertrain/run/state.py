@@ -18,6 +18,9 @@ class SchedulerSays(Protocol):
     """The parts of a scheduler's answer that matter here; None in its place means it does not know the job."""
 
     @property
+    def job_id(self) -> str: ...
+
+    @property
     def state(self) -> str: ...
 
     @property
@@ -42,10 +45,11 @@ def of_run(run: RunDir, history: Sequence[Attempt], job: SchedulerSays | None, a
         if alive and job is not None:
             return REQUEUED if job.state == "PENDING" else RUNNING
         return _gone(job, accounted)
-    if last.ending == endings.CANCELLED:
-        return CANCELLED
-    if last.stopped is not None:
-        return FAILED
+    if last.ending == endings.CANCELLED or last.stopped is not None:
+        # Its owner may have continued it since, under another job.
+        if alive and job is not None and job.job_id != last.job_id:
+            return REQUEUED
+        return CANCELLED if last.ending == endings.CANCELLED else FAILED
     return REQUEUED if alive else _gone(job, accounted)
 
 

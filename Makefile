@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh Debian or Ubuntu machine with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-packages check format benchmarks gpu-check clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+setup: $(STAMP) ## the environment in .venv, nothing else
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "clustertrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: setup ## the main job on this machine: train, be preempted, requeue, resume, finish, report
+	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
+
+test: setup test-packages ## every test, the real-Slurm ones included
+	$(PYTEST)
+
+test-fast: setup ## the tests that need no cluster and start no ranks
+	$(PYTEST) -m 'not slurm and not ranks and not gpu'
+
+test-packages:
+	@slurm/install-packages || test $$? -eq 77
+
+check: setup ## lint, format, types, layers, shell scripts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	BIN=$(BIN) tests/shellcheck
+
+format: setup ## rewrite the sources the way `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmarks: setup ## speed against peers; writes benchmarks/results/
+	$(BIN)/python -m benchmarks
+
+gpu-check: setup ## what needs a CUDA GPU
+	$(PYTEST) -m gpu
+
+clean: ## remove the environment and the demo's runs
+	rm -rf $(VENV) .demo

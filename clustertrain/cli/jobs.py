@@ -1,0 +1,196 @@
+"""Job control across attempts: list, status, wait, cancel, requeue."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+from typing import Any
+
+import click
+
+from clustertrain import clock, fsio
+from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.errors import ClusterTrainError, UsageError
+from clustertrain.run.folder import RunDir
+
+POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
+
+
+def _say(run: RunDir, event: str, **fields: Any) -> None:
+    from clustertrain.run.events import EventLog
+
+    log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
+    log.write(event, by=getpass.getuser(), **fields)
+    log.close()
+
+
+@click.command("list")
+@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@json_option
+def list_(limit: int, as_json: bool) -> None:
+    """My runs, newest first."""
+    from clustertrain.launch.look import look_all
+    from clustertrain.run.resolve import all_runs
+
+    looks = look_all(all_runs()[:limit])
+    if as_json:
+        print_json([status_json(x) for x in looks])
+        return
+    from clustertrain.report.status import runs_table
+    from clustertrain.report.terminal import console
+
+    console().print(runs_table(looks))
+
+
+@click.command()
+@run_argument
+@json_option
+def status(name: str, as_json: bool) -> None:
+    """The attempts of RUN, how they ended, the step, and where the time went."""
+    from clustertrain.launch.look import look
+
+    seen = look(find_run(name))
+    if as_json:
+        print_json(status_json(seen))
+        return
+    from clustertrain.report.status import render
+    from clustertrain.report.terminal import console
+
+    console().print(render(seen))
+
+
+def status_json(seen: Any) -> dict[str, Any]:
+    """The keys that scripts lean on (docs: design of the public interface), and a few more."""
+    import msgspec
+
+    from clustertrain.report.status import attempt_state
+
+    view = seen.view
+    return {
+        "run": seen.run.id,
+        "job_id": seen.job_id,
+        "name": seen.name,
+        "backend": seen.backend,
+        "state": seen.state,
+        "step": seen.step,
+        "total_steps": seen.total_steps,
+        "pending_reason": view.reason or None if view and view.state == "PENDING" else None,
+        "start_estimate": view.start_time if view and view.state == "PENDING" else None,
+        "scheduler_silent": seen.silence,
+        "attempts": [
+            {
+                "n": a.n,
+                "job_id": a.job_id,
+                "restart": a.restart,
+                "state": attempt_state(a, seen),
+                "reason": a.reason,
+                "nodes": list(a.nodes),
+                "start": a.start,
+                "end": a.end,
+                "first_step": a.first_step,
+                "last_step": a.last_step,
+                "committed_step": a.committed_step,
+                "requeued": a.requeued,
+                "stopped": a.stopped,
+            }
+            for a in seen.history
+        ],
+        "goodput": msgspec.to_builtins(seen.goodput),
+        "run_dir": str(seen.run.path),
+    }
+
+
+def wait_for(run: RunDir) -> int:
+    """Block until the run has ended; returns 0 only for completed. An interrupt ends the waiting, not the run."""
+    from clustertrain.launch.look import look
+
+    poll = POLL_FIRST_S
+    try:
+        while True:
+            seen = look(run)
+            if seen.final:
+                click.echo(f"{run.id}: {seen.state}", err=True)
+                return 0 if seen.state == "completed" else 1
+            clock.wait_until(lambda: False, poll, poll)
+            poll = min(poll * 1.5, POLL_MOST_S)
+    except KeyboardInterrupt:
+        click.echo(f"{run.id} goes on; `clustertrain cancel {run.id}` would end it", err=True)
+        return 130
+
+
+@click.command()
+@run_argument
+def wait(name: str) -> None:
+    """Wait until RUN has ended. Exit code 0 only if it completed; Ctrl-C stops the waiting, never the run."""
+    sys.exit(wait_for(find_run(name)))
+
+
+@click.command()
+@run_argument
+@json_option
+def cancel(name: str, as_json: bool) -> None:
+    """End RUN for good, pending or running. Its checkpoints stay."""
+    from clustertrain.launch.look import backend_of, look
+
+    run = find_run(name)
+    seen = look(run)
+    if seen.final:
+        raise ClusterTrainError(f"{run.id} has ended already: {seen.state}")
+    # The marker comes first: whatever is deciding about the run at this moment must see it before the job is gone.
+    fsio.write_json(run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
+    _say(run, "cancelled")
+    from clustertrain.run.attempts import job_ids
+
+    backend = backend_of(run)
+    views = backend.views(job_ids(run))
+    for job_id, view in views.items():
+        if view.alive:
+            backend.cancel(job_id)
+    if as_json:
+        print_json({"run": run.id, "job_id": seen.job_id, "state": "cancelled"})
+    else:
+        click.echo(f"{run.id}: cancelled")
+
+
+@click.command()
+@run_argument
+@click.option("--time", help="Another time limit, as sbatch takes it.")
+@click.option("--partition", help="Another partition.")
+@click.option("--qos", help="Another quality of service.")
+@click.option("--account", help="Another account.")
+@click.option("--exclude", help="Nodes to leave out.")
+@click.option("--nodelist", help="Nodes to use.")
+@json_option
+def requeue(name: str, as_json: bool, **options: str | None) -> None:
+    """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
+    from clustertrain.launch.backend import Submission
+    from clustertrain.launch.look import backend_of, look
+
+    run = find_run(name)
+    seen = look(run)
+    given = {k: v for k, v in options.items() if v}
+    if given.keys() - {"time"} and seen.backend == "local":
+        raise UsageError(f"--{next(iter(given.keys() - {'time'}))} means nothing to the local backend")
+    if given.get("time"):
+        from clustertrain.spec.limits import seconds_of
+
+        seconds_of(given["time"])
+    if seen.state == "completed":
+        raise ClusterTrainError(f"{run.id} is complete; there is nothing to continue")
+    job_id = seen.job_id
+    if seen.state == "running":
+        fsio.write_json(run.attempt(seen.history[-1].n).requeue_asked, {"options": given})
+    elif not seen.final:
+        raise ClusterTrainError(f"{run.id} is waiting already, as job {seen.job_id}")
+    else:
+        if run.cancelled.exists():
+            run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
+        _say(run, "continued")
+        job_id = backend_of(run).submit(Submission(run=run, options=given))
+        _say(run, "continued", job_id=job_id)
+    if as_json:
+        print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
+    else:
+        click.echo(f"{run.id}: requeued (job {job_id})")

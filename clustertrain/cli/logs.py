@@ -1,0 +1,91 @@
+"""``clustertrain logs``: what the ranks printed, over all attempts, followed across requeues."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from clustertrain import clock
+from clustertrain.cli.common import find_run, run_argument
+from clustertrain.errors import NotFound
+from clustertrain.run.folder import RunDir
+
+POLL_S = 0.3
+ASK_S = 3.0
+CHUNK = 1 << 16
+
+
+@click.command()
+@run_argument
+@click.option("-f", "--follow", is_flag=True, help="Go on as the logs grow, across requeues, until the run ends.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
+@click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt's.")
+@click.option("--job", is_flag=True, help="Instead of a rank's: what the batch script, srun and Slurm printed.")
+def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool) -> None:
+    """Print the log of one rank of RUN."""
+    run = find_run(name)
+    printed = False
+    for path, chunk in _chunks(run, follow, rank, attempt, job):
+        printed = True
+        if path is not None:
+            click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.flush()
+    if not printed and not follow:
+        raise NotFound(_why_none(run, rank, attempt, job), fix=f"`clustertrain status {run.id}` shows its attempts")
+
+
+def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool) -> str:
+    numbers = [a.n for a in run.attempts()]
+    if job or not numbers:
+        return f"{run.id} has printed nothing yet"
+    if attempt is not None and attempt not in numbers:
+        return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
+    return f"rank {rank} of {run.id} has printed nothing yet, or does not exist"
+
+
+def _files(run: RunDir, rank: int, attempt: int | None, job: bool) -> list[Path]:
+    if job:
+        return [run.job_log]
+    return [a.rank_log(rank) for a in run.attempts() if attempt in (None, a.n)]
+
+
+def _chunks(
+    run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool
+) -> Iterator[tuple[Path | None, bytes]]:
+    """(the file, at its first chunk and where the file changes, else None; what is new in it)."""
+    read: dict[Path, int] = {}
+    current: Path | None = None
+    ended, next_ask = not follow, 0.0
+    while True:
+        last_round = ended
+        for path in _files(run, rank, attempt, job):
+            for chunk in _new(path, read):
+                yield (path if path != current else None), chunk
+                current = path
+        if last_round:
+            return
+        if clock.monotonic() >= next_ask:
+            next_ask = clock.monotonic() + ASK_S
+            ended = _ended(run)
+        clock.wait_until(lambda: False, POLL_S, POLL_S)
+
+
+def _new(path: Path, read: dict[Path, int]) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as f:
+            f.seek(read.get(path, 0))
+            while chunk := f.read(CHUNK):
+                read[path] = f.tell()
+                yield chunk
+    except FileNotFoundError:
+        return
+
+
+def _ended(run: RunDir) -> bool:
+    from clustertrain.launch.look import look
+
+    return look(run).final

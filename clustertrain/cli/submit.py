@@ -1,0 +1,158 @@
+"""``submit`` and ``plan``: options -> SubmitRequest. Thin: what they mean is decided in launch/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+from clustertrain.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_POSITIVE = click.IntRange(min=1)
+
+# Options of the job by their names in JobSpec; only what was given reaches the request, so that profile and recipe hold.
+_JOB_OPTIONS = (
+    click.option("--nodes", type=_POSITIVE, metavar="N", help="Nodes."),
+    click.option("--gpus", type=_POSITIVE, metavar="G", help="GPUs a node; on device cpu the ranks a node."),
+    click.option("--layout", type=click.Choice(["auto", "ddp", "fsdp"]), help="How the ranks share the work."),
+    click.option("--backend", type=click.Choice(["auto", "slurm", "local"]), help="auto: Slurm where sbatch answers."),
+    click.option("--cluster", metavar="PROFILE", help="Cluster profile; default $CLUSTERTRAIN_CLUSTER."),
+    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what the backend has."),
+    click.option("--gpu-type", metavar="TYPE", help="Type as Slurm names it, for example h100."),
+    click.option("--cpus-per-gpu", type=_POSITIVE, metavar="N", help="Cores for each GPU (rank)."),
+    click.option("--partition", metavar="NAME"),
+    click.option("--account", metavar="NAME"),
+    click.option("--qos", metavar="NAME"),
+    click.option("--time", metavar="LIMIT", help="As sbatch takes it: minutes, H:M:S, D-H:M:S."),
+    click.option("--mem", metavar="SIZE"),
+    click.option("--constraint", metavar="LIST"),
+    click.option("--exclude", metavar="NODES"),
+    click.option("--nodelist", metavar="NODES"),
+    click.option("--reservation", metavar="NAME"),
+    click.option("--dependency", metavar="LIST"),
+    click.option("--name", metavar="NAME", help="First part of the run id; default: the recipe's or script's name."),
+    click.option("--checkpoint-dir", metavar="DIR", help="Checkpoints go to DIR/<run-id>."),
+    click.option("--max-requeues", type=click.IntRange(min=0), metavar="N", help="Default 50; 0: never."),
+    click.option("--share", is_flag=True, default=None, help="The group may read the run (0750 instead of 0700)."),
+)
+_OTHER_OPTIONS = (
+    click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch, passed through."),
+    click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value of the recipe."),
+    click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
+    click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest snapshot of your code; default 100."),
+    json_option,
+    click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
+    click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
+)
+# All after SCRIPT belongs to SCRIPT.
+_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+def _job_options(command: F) -> F:
+    for option in reversed((*_JOB_OPTIONS, *_OTHER_OPTIONS)):
+        command = option(command)
+    return command
+
+
+def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[str, str]:
+    pairs = {}
+    for text in given:
+        key, sign, value = text.partition("=")
+        if not key or not (sign or bare):
+            raise UsageError(f"{option} {text!r}: not of the form KEY=VALUE")
+        pairs[key] = value
+    return pairs
+
+
+def _request(options: dict[str, Any]) -> Any:
+    from clustertrain.launch.request import SubmitRequest
+    from clustertrain.launch.snapshot import LIMIT_MIB
+
+    target, args = options.pop("target"), options.pop("args")
+    sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
+    rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
+    job = {key: value for key, value in options.items() if value is not None}
+    return SubmitRequest(
+        target=target or "",
+        args=args,
+        job={**job, "sbatch": sbatch} if sbatch else job,
+        assignments=rest["assignments"],
+        env=_pairs("--env", rest["env"]),
+        snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
+        argv=tuple(sys.argv),
+    )
+
+
+@click.command(context_settings=_CONTEXT)
+@click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
+@click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
+@click.option("--follow", is_flag=True, help="Show progress until the run ends.")
+@_job_options
+def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
+    """Plan, render and submit a training run.
+
+    RECIPE.toml trains the built-in model; SCRIPT.py is a script of yours, and all after it belongs to it; with neither,
+    the built-in trainer runs its default preset.
+    """
+    as_json = options["as_json"]
+    if wait and follow:
+        raise UsageError("--wait and --follow: choose one, --follow waits too")
+    request = _request(options)
+    if dry_run:
+        return _dry_run(request, as_json)
+    from clustertrain.launch.submit import submit as transaction
+
+    done = transaction(request)
+    for note in done.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        shown = {"run": done.run.id, "job_id": done.job_id, "backend": done.backend, "state": done.state}
+        print_json({**shown, "run_dir": str(done.run.path)})
+    else:
+        click.echo(f"run {done.run.id}  job {done.job_id}")
+    if wait:
+        from clustertrain.cli.jobs import wait_for
+
+        return int(wait_for(done.run))
+    if follow:
+        from clustertrain.cli.follow import follow as follow_run
+
+        return int(follow_run(done.run))
+    return 0
+
+
+def _dry_run(request: Any, as_json: bool) -> int:
+    from clustertrain.launch.submit import dry_run
+
+    prepared, script = dry_run(request)
+    for line in (*prepared.plan.reasons, *prepared.notes):
+        click.echo(line, err=True)
+    if as_json:
+        print_json({"script": script, "plan": prepared.plan})
+    else:
+        click.echo(script, nl=False)
+    return 0
+
+
+@click.command(context_settings=_CONTEXT)
+@_job_options
+def plan(**options: Any) -> int:
+    """Show what submit would choose and why; submit nothing."""
+    as_json = options["as_json"]
+    from clustertrain.launch.request import prepare
+
+    prepared = prepare(_request(options))
+    if as_json:
+        print_json(prepared.plan)
+        return 0
+    from clustertrain.report.plan import tables
+    from clustertrain.report.terminal import console
+
+    out = console()
+    for table in tables(prepared.plan):
+        out.print(table)
+    return 0

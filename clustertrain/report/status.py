@@ -1,0 +1,148 @@
+"""``clustertrain status`` and ``list`` as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from clustertrain.run.attempts import Attempt
+from clustertrain.run.goodput import PARTS, Goodput
+
+if TYPE_CHECKING:
+    from clustertrain.launch.look import Look
+
+# Colours of the terminal's own palette, which its owner has made readable on dark and on light.
+STYLE = {
+    "completed": "green",
+    "running": "cyan",
+    "pending": "yellow",
+    "requeued": "yellow",
+    "preempted": "yellow",
+    "time_limit": "yellow",
+    "cancelled": "magenta",
+}
+_PART_WORDS = {
+    "queue_s": "queue",
+    "startup_s": "start-up",
+    "restore_s": "restore",
+    "productive_s": "productive steps",
+    "repeated_s": "repeated steps",
+    "checkpoint_stall_s": "checkpoint stall",
+    "evaluation_s": "evaluation",
+    "shutdown_s": "shutdown",
+    "lost_s": "lost",
+}
+METER = 30
+
+
+def styled(word: str) -> Text:
+    return Text(word, style=STYLE.get(word, "red"))
+
+
+def duration(seconds: float) -> str:
+    """As 1.2s, 45s, 3m12s, 2h05m, 3d04h."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    minutes, s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{s:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def local_time(t: float | None) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(t)) if t else "-"
+
+
+def attempt_state(attempt: Attempt, seen: Look) -> str:
+    """An attempt's ending, or ``running``."""
+    return attempt.ending or ("running" if seen.state == "running" else "unknown")
+
+
+def steps_of(seen: Look) -> str:
+    if seen.step is None:
+        return "-"
+    return f"{seen.step}/{seen.total_steps}" if seen.total_steps else str(seen.step)
+
+
+def render(seen: Look) -> RenderableType:
+    head = Table.grid(padding=(0, 2))
+    head.add_row("run", Text(seen.run.id, style="bold"))
+    head.add_row("state", styled(seen.state))
+    head.add_row("job", f"{seen.job_id or '-'} ({seen.backend})")
+    head.add_row("step", steps_of(seen))
+    if seen.view is not None and seen.view.state == "PENDING":
+        estimate = f", expected to start {local_time(seen.view.start_time)}" if seen.view.start_time else ""
+        head.add_row("waits for", f"{seen.view.reason or 'the scheduler'}{estimate}")
+    if seen.silence:
+        head.add_row("note", Text(f"the scheduler gave no answer: {seen.silence}", style="red"))
+    stopped = seen.history[-1].stopped if seen.history else None
+    if stopped:
+        head.add_row("stopped", Text(stopped, style="red"))
+    head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
+    return Group(head, Text(), _attempts(seen), Text(), _goodput(seen.goodput))
+
+
+def _attempts(seen: Look) -> RenderableType:
+    if not seen.history:
+        return Text("no attempt has started yet")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("attempt", "job", "nodes"):
+        table.add_column(name, no_wrap=name != "nodes", overflow="fold")
+    table.add_column("started", no_wrap=True)
+    table.add_column("ran", justify="right", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("ending", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    now = time.time()
+    for a in seen.history:
+        ran = duration((a.end or now) - a.start) if a.start else "-"
+        steps = (
+            f"{a.first_step if a.first_step is not None else '-'} → {a.last_step if a.last_step is not None else '-'}"
+        )
+        nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 2 else " ".join(a.nodes)
+        ending = styled(attempt_state(a, seen))
+        table.add_row(str(a.n), a.job_id, nodes, local_time(a.start), ran, steps, ending, a.reason or "")
+    return table
+
+
+def _goodput(parts: Goodput) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("meter", no_wrap=True)
+    for name in PARTS:
+        seconds = getattr(parts, name)
+        if seconds <= 0:
+            continue
+        share = seconds / parts.wall_s if parts.wall_s else 0.0
+        style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
+        table.add_row(
+            _PART_WORDS[name], duration(seconds), f"{share:.0%}", Text("█" * round(share * METER), style=style)
+        )
+    table.add_row("wall time", duration(parts.wall_s), "", "")
+    return Group(Text(f"Where the time went (goodput {parts.ratio:.0%})", style="bold"), table)
+
+
+def runs_table(looks: Sequence[Look]) -> RenderableType:
+    if not looks:
+        return Text("no runs yet: start one with `clustertrain submit`")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("run", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("job", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("attempts", justify="right")
+    table.add_column("started", no_wrap=True)
+    for x in looks:
+        started = next((a.start for a in x.history if a.start), None)
+        table.add_row(x.run.id, styled(x.state), x.job_id or "-", steps_of(x), str(len(x.history)), local_time(started))
+    return table

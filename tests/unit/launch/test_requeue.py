@@ -1,0 +1,168 @@
+"""The verdict on an attempt and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clustertrain.launch.backend import JobView
+from clustertrain.launch.requeue import Evidence, Verdict, classify, decide
+from clustertrain.run import endings
+from clustertrain.run.attempts import Attempt
+
+NODES = ("n1", "n2")
+RUNNING = JobView("7", "RUNNING")
+
+
+def result(ending: str, kind: str | None = None, message: str = "it broke") -> dict[str, Any]:
+    return {"ending": ending, "kind": kind, "message": message, "step": 10}
+
+
+def evidence(results: dict[str, dict[str, Any]], **changes: Any) -> Evidence:
+    base = Evidence(
+        nodes=NODES,
+        results=results,
+        cancelled=False,
+        view=RUNNING,
+        accounting="",
+        step_exit=0,
+        requeue_asked=False,
+        end_time=None,
+        lead_s=60.0,
+        stop_at=None,
+        sources=(),
+        now=1000.0,
+    )
+    return replace(base, **changes)
+
+
+STOPPED = {n: result("stopped") for n in NODES}
+COMPLETED = {n: result("completed") for n in NODES}
+
+
+@pytest.mark.parametrize(
+    ("given", "ending"),
+    [
+        (evidence(COMPLETED), endings.COMPLETED),
+        # A run that completed in the moment of its cancellation is complete.
+        (evidence(COMPLETED, cancelled=True), endings.COMPLETED),
+        (evidence(STOPPED, cancelled=True), endings.CANCELLED),
+        (evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
+        (evidence(STOPPED, requeue_asked=True), endings.PREEMPTED),
+        (evidence(STOPPED, end_time=1050.0, stop_at=995.0), endings.TIME_LIMIT),
+        (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
+        (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting="CANCELLED by 0"), endings.CANCELLED),
+        (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
+        (evidence({"n1": result("failed", "communication")}), endings.NODE_FAILURE),
+        # srun returns 0 after a node failure: a missing result is never a success.
+        (evidence({"n1": result("completed")}, step_exit=0), endings.NODE_FAILURE),
+        (evidence({}, step_exit=0), endings.UNKNOWN),
+        (evidence({n: result("failed", "communication") for n in NODES}), endings.COMMUNICATION),
+        # A rank that raised explains its peers' broken collectives.
+        (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "communication")}), endings.USER_ERROR),
+        (evidence({"n1": result("failed", "out_of_memory"), "n2": result("failed", "user_error")}), "out_of_memory"),
+        (evidence({"n1": result("failed", "killed"), "n2": result("failed", "communication")}), endings.UNKNOWN),
+    ],
+)
+def test_endings_are_told_apart(given: Evidence, ending: str) -> None:
+    verdict = classify(given)
+    assert verdict is not None
+    assert verdict.ending == ending
+
+
+def test_a_job_that_slurm_ends_by_itself_gets_no_verdict_without_its_word() -> None:
+    assert classify(evidence({"n1": result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
+
+
+def test_the_lost_node_is_blamed_and_left_out() -> None:
+    verdict = classify(evidence({"n1": result("failed", "communication")}))
+    assert verdict is not None
+    decision = decide(verdict, [attempt(1, endings.NODE_FAILURE)], 50)
+    assert (decision.action, decision.exclude) == ("resubmit", ("n2",))
+
+
+def test_a_bad_environment_is_not_requeued_and_keeps_its_exit_code() -> None:
+    verdict = classify(evidence({n: result("failed", "environment") for n in NODES}))
+    assert verdict is not None
+    decision = decide(verdict, [attempt(1, verdict.ending)], 50)
+    assert (decision.action, decision.exit_code) == ("stop", 78)
+
+
+def test_agents_that_cannot_see_the_run_directory_end_the_run_with_78() -> None:
+    verdict = classify(evidence({}, step_exit=78))
+    assert verdict is not None
+    assert decide(verdict, [attempt(1, verdict.ending)], 50).exit_code == 78
+
+
+def attempt(n: int, ending: str | None, **changes: Any) -> Attempt:
+    base = Attempt(
+        n=n,
+        job_id="7",
+        restart=n - 1,
+        nodes=NODES,
+        host="n1",
+        start=float(n),
+        end=float(n) + 0.5,
+        ending=ending,
+        reason=None,
+        first_step=0,
+        last_step=5,
+        restored_step=None,
+        committed_step=None,
+        requeued=None,
+        stopped=None,
+    )
+    values = {f: getattr(base, f) for f in base.__struct_fields__}
+    return Attempt(**{**values, **changes})
+
+
+def action(ending: str, history: list[Attempt], max_requeues: int = 50) -> str:
+    return decide(Verdict(ending, "…"), history, max_requeues).action
+
+
+def test_a_user_error_is_never_requeued() -> None:
+    assert action(endings.USER_ERROR, [attempt(1, endings.USER_ERROR)]) == "stop"
+
+
+@pytest.mark.parametrize("ending", [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG, endings.OUT_OF_MEMORY])
+def test_each_ending_has_a_budget_of_its_own(ending: str) -> None:
+    allowed = endings.BUDGET[ending]
+    within = [attempt(n, ending) for n in range(1, allowed + 1)]
+    assert action(ending, within) == "requeue"
+    assert action(ending, [*within, attempt(allowed + 1, ending)]) == "stop"
+
+
+def test_progress_refills_the_budgets() -> None:
+    spent = [attempt(n, endings.COMMUNICATION) for n in range(1, 4)]
+    progressed = attempt(4, endings.COMMUNICATION, restored_step=10, committed_step=20)
+    assert action(endings.COMMUNICATION, [*spent, progressed]) == "requeue"
+    assert action(endings.COMMUNICATION, [*spent, progressed, attempt(5, endings.COMMUNICATION)]) == "requeue"
+
+
+def test_committing_the_same_step_again_is_no_progress() -> None:
+    history = [attempt(n, endings.UNKNOWN, restored_step=20, committed_step=20) for n in range(1, 4)]
+    assert action(endings.UNKNOWN, history) == "stop"
+
+
+def test_a_preemption_before_the_first_step_is_not_charged() -> None:
+    history = [attempt(n, endings.PREEMPTED, first_step=None, last_step=None) for n in range(1, 40)]
+    assert action(endings.PREEMPTED, history) == "requeue"
+
+
+def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None:
+    names = [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG] * 2
+    decision = decide(Verdict(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
+    assert decision.action == "stop"
+    assert decision.exit_code == 93
+    assert "no progress" in decision.why
+
+
+def test_max_requeues_counts_starts_after_the_first() -> None:
+    def done(n: int) -> Attempt:
+        return attempt(n, endings.PREEMPTED, committed_step=10 * n, restored_step=10 * n - 10)
+
+    assert action(endings.PREEMPTED, [done(1)], max_requeues=1) == "requeue"
+    assert action(endings.PREEMPTED, [done(1), done(2)], max_requeues=1) == "stop"
+    assert action(endings.PREEMPTED, [done(1)], max_requeues=0) == "stop"

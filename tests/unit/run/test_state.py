@@ -1,0 +1,207 @@
+"""Events -> attempts, state and the goodput ledger."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.launch.backend import JobView
+from clustertrain.run import attempts, folder, goodput, metrics, resolve, state
+from clustertrain.run.folder import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    made = folder.create("My Run!")
+    made.spec.write_text("version = 1\n")
+    return made
+
+
+def write(run: RunDir, n: int, *events: tuple[float, str, dict[str, Any]], writer: str = "batch") -> None:
+    path = run.attempt(n).path
+    path.mkdir(parents=True, exist_ok=True)
+    log = fsio.Appender(run.attempt(n).events_of(writer))
+    for t, name, fields in events:
+        log.append({"t": t, "event": name, **fields})
+    log.close()
+
+
+def rows(run: RunDir, n: int, *steps: tuple[float, int]) -> None:
+    log = fsio.Appender(run.metrics_of(n))
+    log.append(*({"t": t, "step": s, "loss": 1.0} for t, s in steps))
+    log.close()
+
+
+def submitted(run: RunDir, t: float = 0.0, job_id: str = "7") -> None:
+    log = fsio.Appender(run.events / "submit.jsonl")
+    log.append({"t": t, "event": "submitted", "job_id": job_id, "backend": "slurm"})
+    log.close()
+
+
+def two_attempts(run: RunDir) -> None:
+    submitted(run)
+    write(run, 1, (10, "started", {"job_id": "7"}), (50, "ended", {"ending": "preempted", "last_step": 20}))
+    write(run, 1, (50.5, "requeued", {"how": "requeue", "job_id": "7"}), writer="batch2")
+    write(
+        run,
+        1,
+        (20, "first_step", {"step": 0}),
+        (30, "checkpoint", {"step": 10, "save_s": 2.0}),
+        (44, "stop_agreed", {"step": 20}),
+        writer="rank-0",
+    )
+    rows(run, 1, *((20 + i, i) for i in range(1, 21)))
+    write(run, 2, (60, "started", {"job_id": "7"}), (100, "ended", {"ending": "completed", "last_step": 40}))
+    write(
+        run,
+        2,
+        (68, "restored", {"step": 15, "restore_s": 3.0}),
+        (70, "first_step", {"step": 15}),
+        (95, "checkpoint", {"step": 40, "save_s": 1.0}),
+        writer="rank-0",
+    )
+    rows(run, 2, *((70 + i, 15 + i) for i in range(1, 26)))
+
+
+def test_the_parts_of_the_ledger_sum_to_the_wall_time(run: RunDir) -> None:
+    two_attempts(run)
+    book = goodput.ledger(run, attempts.read_all(run), now=500.0, finished=True)
+    assert book.wall_s == pytest.approx(100.0)
+    assert sum(getattr(book, p) for p in goodput.PARTS) == pytest.approx(book.wall_s)
+    assert book.queue_s == pytest.approx(10 + 10)
+    assert book.restore_s == pytest.approx(3.0)
+    assert book.checkpoint_stall_s == pytest.approx(3.0)
+    # Steps 16 to 20 of the second attempt had been done before: 5 of its 25.
+    assert book.repeated_s == pytest.approx(24.0 * 5 / 25)
+    assert book.lost_s == 0.0
+
+
+def test_a_killed_attempt_loses_what_followed_its_last_step(run: RunDir) -> None:
+    submitted(run)
+    write(run, 1, (10, "started", {"job_id": "7"}), (90, "ended", {"ending": "node_failure"}))
+    write(run, 1, (20, "first_step", {"step": 0}), writer="rank-0")
+    rows(run, 1, (30, 1), (40, 2))
+    book = goodput.ledger(run, attempts.read_all(run), now=90.0, finished=True)
+    assert book.lost_s == pytest.approx(50.0)
+    assert book.shutdown_s == 0.0
+
+
+def test_a_clock_that_is_off_never_makes_a_part_negative(run: RunDir) -> None:
+    submitted(run)
+    write(run, 1, (10, "started", {"job_id": "7"}), (50, "ended", {"ending": "completed"}))
+    write(run, 1, (5, "first_step", {"step": 0}), (6, "restored", {"restore_s": 100.0}), writer="rank-0")
+    rows(run, 1, (70, 1), (80, 2))
+    book = goodput.ledger(run, attempts.read_all(run), now=50.0, finished=True)
+    assert all(getattr(book, p) >= 0 for p in goodput.PARTS)
+    assert sum(getattr(book, p) for p in goodput.PARTS) == pytest.approx(book.wall_s)
+
+
+def test_a_step_that_two_attempts_ran_counts_once(run: RunDir) -> None:
+    two_attempts(run)
+    read = metrics.read(run)
+    assert [r["step"] for r in read] == list(range(1, 41))
+    assert [r["attempt"] for r in read] == [1] * 15 + [2] * 25
+
+
+RUNNING, PENDING = JobView("7", "RUNNING"), JobView("7", "PENDING")
+
+
+def started(run: RunDir) -> None:
+    write(run, 1, (10, "started", {"job_id": "7"}))
+    fsio.write_json(run.attempt(1).record, {"job_id": "7"})
+
+
+def ended(run: RunDir, ending: str) -> None:
+    started(run)
+    write(run, 1, (20, "ended", {"ending": ending}))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "job", "accounted", "expected"),
+    [
+        (lambda r: None, PENDING, "", state.PENDING),
+        (lambda r: None, None, "CANCELLED by 0", state.CANCELLED),
+        (started, RUNNING, "", state.RUNNING),
+        (started, PENDING, "", state.REQUEUED),
+        (started, None, "NODE_FAIL", state.FAILED),
+        (started, JobView("7", "CANCELLED"), "", state.CANCELLED),
+        (lambda r: ended(r, "completed"), None, "", state.COMPLETED),
+        (lambda r: ended(r, "preempted"), PENDING, "", state.REQUEUED),
+        (lambda r: ended(r, "cancelled"), JobView("7", "COMPLETING"), "", state.CANCELLED),
+        (lambda r: ended(r, "cancelled"), JobView("8", "PENDING"), "", state.REQUEUED),
+    ],
+)
+def test_states(
+    run: RunDir, prepare: Callable[[RunDir], None], job: JobView | None, accounted: str, expected: str
+) -> None:
+    prepare(run)
+    assert state.of_run(run, attempts.read_all(run), job, accounted) == expected
+
+
+def test_a_run_that_was_stopped_for_good_has_failed(run: RunDir) -> None:
+    ended(run, "unknown")
+    write(run, 1, (21, "stopped", {"why": "no progress"}))
+    assert state.of_run(run, attempts.read_all(run), None) == state.FAILED
+
+
+def test_the_newest_job_is_the_one_mentioned_last(run: RunDir) -> None:
+    submitted(run, job_id="9")
+    write(run, 1, (10, "started", {"job_id": "9"}), (50, "ended", {"ending": "node_failure"}))
+    fsio.write_json(run.attempt(1).record, {"job_id": "9"})
+    write(run, 1, (51, "requeued", {"how": "resubmit", "job_id": "10"}))
+    assert attempts.job_ids(run) == ["9", "10"]
+
+
+def test_runs_are_found_by_id_prefix_job_and_latest(run: RunDir) -> None:
+    submitted(run)
+    names = [run.id, run.id[:-2], "7", "latest"]
+    assert [resolve.resolve(n).id for n in names] == [run.id] * 4
+    with pytest.raises(NotFound):
+        resolve.resolve("nosuch")
+
+
+def test_an_ambiguous_prefix_lists_the_candidates(run: RunDir) -> None:
+    other = folder.create("my run")
+    other.spec.write_text("version = 1\n")
+    with pytest.raises(Ambiguous) as e:
+        resolve.resolve("my-run")
+    assert run.id in str(e.value)
+    assert other.id in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a b", "$(touch x)", "x\ny", "ÄÖ", "'", "", "-rf"])
+def test_a_name_becomes_a_harmless_folder_name(name: str) -> None:
+    assert set(folder.slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not folder.slug(name).startswith("-")
+
+
+def test_a_torn_line_is_skipped_and_the_next_writer_starts_on_a_fresh_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2')
+    log = fsio.Appender(path)
+    log.append({"a": 3})
+    log.close()
+    assert [r["a"] for r in fsio.read_lines(path)] == [1, 3]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.json"
+    fsio.write_json(path, {"old": True})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        fsio.write_json(path, {"new": True})
+    assert fsio.read_json(path) == {"old": True}
+    assert list(itertools.chain(tmp_path.iterdir())) == [path]
