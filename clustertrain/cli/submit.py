@@ -14,7 +14,7 @@ from clustertrain.errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
 
-# Options of the job by their names in JobSpec; only what was given reaches the request, so that profile and recipe hold.
+# Options of the job by their names in JobSpec. Only what was given reaches the request: profile and recipe hold else.
 _JOB_OPTIONS = (
     click.option("--nodes", type=_POSITIVE, metavar="N", help="Nodes."),
     click.option("--gpus", type=_POSITIVE, metavar="G", help="GPUs a node; on device cpu the ranks a node."),
@@ -41,9 +41,9 @@ _JOB_OPTIONS = (
 )
 _OTHER_OPTIONS = (
     click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch, passed through."),
-    click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value of the recipe."),
+    click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value."),
     click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
-    click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest snapshot of your code; default 100."),
+    click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
     json_option,
     click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
     click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
@@ -149,10 +149,44 @@ def plan(**options: Any) -> int:
     if as_json:
         print_json(prepared.plan)
         return 0
-    from clustertrain.report.plan import tables
-    from clustertrain.report.terminal import console
-
-    out = console()
-    for table in tables(prepared.plan):
-        out.print(table)
+    _show(prepared.plan)
     return 0
+
+
+def _show(chosen: Any) -> None:
+    from clustertrain.report.terminal import make_console
+
+    out = make_console()
+    _rows(out, _summary(chosen))
+    for title, rows in (
+        ("Why", [("", reason) for reason in chosen.reasons]),
+        ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
+        ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
+    ):
+        if rows:
+            out.print(f"\n{title}")
+            _rows(out, rows)
+
+
+def _rows(out: Any, rows: list[tuple[str, str]]) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for left, right in rows:
+        table.add_row(left, right) if left else table.add_row(right)
+    out.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _summary(chosen: Any) -> list[tuple[str, str]]:
+    layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
+    ranks = f"{chosen.world_size} ranks = {chosen.nodes} nodes x {chosen.gpus_per_node}"
+    rows = [("layout", f"{layout.strategy} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
+    if batch.global_batch:
+        split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
+        rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
+    if memory.peak_gib is not None:
+        capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
+        fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
+        rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+    return rows

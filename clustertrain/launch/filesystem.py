@@ -1,0 +1,73 @@
+"""Is the folder of the runs on a filesystem that compute nodes can see, and can it be written?
+
+Only the kind is looked at here; that every node really sees the run directory is proven by the agents at each start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from clustertrain.errors import ConfigError
+
+# Filesystems that live in one machine's memory or in one container.
+_PRIVATE = frozenset({"tmpfs", "ramfs", "overlay", "aufs", "squashfs", "devtmpfs"})
+# Disks of one machine: right on a cluster of one, and where the folder is exported to the nodes from here.
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "vfat", "exfat"})
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+def kind_of(path: Path, mountinfo: str) -> str:
+    """The type of the filesystem that holds ``path``, from the text of /proc/self/mountinfo; empty when not found."""
+    best, kind = -1, ""
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields = before.split(" ")
+        if not separator or len(fields) < 5:
+            continue
+        # Spaces, tabs, line breaks and backslashes are octal there.
+        mount = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
+        # The later of two mounts on one point covers the earlier.
+        if _inside(path, mount) and len(mount) >= best:
+            best, kind = len(mount), after.split(" ")[0]
+    return kind
+
+
+def _inside(path: Path, mount: str) -> bool:
+    return mount == "/" or str(path) == mount or str(path).startswith(mount.rstrip("/") + "/")
+
+
+def check(path: Path, what: str, *, shared: bool) -> str | None:
+    """Check the folder ``path``, which may not exist yet; with ``shared`` other nodes must see it.
+
+    Returns:
+        A warning for the user, or None.
+
+    Raises:
+        ConfigError: it cannot be written, or is on a filesystem that only this machine sees.
+    """
+    existing = _existing(path)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=f"set {what} to a folder of yours")
+    if not shared:
+        return None
+    try:
+        kind = kind_of(existing.resolve(), _MOUNTINFO.read_text(errors="surrogateescape"))
+    except OSError:
+        return None  # no /proc: the agents find out
+    if kind in _PRIVATE:
+        raise ConfigError(
+            f"{what} = {path} is on {kind}, which compute nodes do not see",
+            fix=f"set {what} to a folder on a filesystem that all nodes see (NFS, Lustre, GPFS, …)",
+        )
+    if kind in _LOCAL:
+        return f"{what} = {path} is on a local disk ({kind}); the run fails at its start on nodes that do not see it"
+    return None
+
+
+def _existing(path: Path) -> Path:
+    """``path`` or its nearest ancestor that exists."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path

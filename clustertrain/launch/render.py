@@ -1,0 +1,155 @@
+"""RunSpec and Plan -> the text of job.sh. Pure but for reading the template."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import templates
+from clustertrain.plan.planner import Plan
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.limits import seconds_of
+
+# Ours: another value would contradict the plan or the way batch and agents work.
+_OWN_KEYS = {
+    "nodes": "--nodes", "ntasks": "--nodes", "ntasks-per-node": "--nodes", "gpus": "--gpus", "gpus-per-node": "--gpus",
+    "gpus-per-task": "--gpus", "cpus-per-task": "--cpus-per-gpu", "job-name": "--name", "time": "--time",
+    "array": "", "chdir": "", "output": "", "open-mode": "", "requeue": "", "no-requeue": "--max-requeues 0",
+    "signal": "signal_lead_s in the cluster profile", "wrap": "", "parsable": "", "test-only": "--dry-run",
+    "wait": "--wait",
+}  # fmt: skip
+_READONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+
+
+@dataclass(frozen=True)
+class ScriptInput:
+    """All that job.sh is made of. ``code_paths`` are folders of the snapshot that go to the front of PYTHONPATH."""
+
+    run: RunDir
+    spec: RunSpec
+    profile: ClusterProfile
+    plan: Plan
+    python: str
+    home: Path
+    code_paths: Sequence[Path] = field(default=())
+
+
+def job_script(given: ScriptInput) -> str:
+    """The text of job.sh.
+
+    Raises:
+        ConfigError: a value with control characters, an option that clustertrain sets itself, a bad environment name.
+    """
+    spec, plan = given.spec, given.plan
+    check_environment(spec.env)
+    for what, value in (("the run directory", str(given.run.path)), ("the interpreter", given.python)):
+        _refuse_control(what, value)
+    slurm = spec.job.backend == "slurm"
+    return templates.fill(
+        "job.sh.j2",
+        {
+            "directives": directives(given) if slurm else [],
+            "setup": given.profile.setup,
+            "python": given.python,
+            "home": str(given.home),
+            "run_dir": str(given.run.path),
+            "user_env": sorted(spec.env.items()),
+            "plan_env": sorted((name, setting.value) for name, setting in {**plan.nccl, **plan.env}.items()),
+            "python_path": ":".join(str(p) for p in given.code_paths),
+            "backend": spec.job.backend,
+            "step_options": _srun_options(given) if slurm else _local_options(spec.job),
+        },
+    )
+
+
+def directives(given: ScriptInput) -> list[tuple[str, str]]:
+    """The ``#SBATCH`` options in order; an empty value is an option without one. Passed-through options come last, so
+    that they win over ours where Slurm takes the last."""
+    job = given.spec.job
+    pairs = [("job-name", given.run.id), ("nodes", str(job.nodes)), ("ntasks-per-node", "1")]
+    pairs += _resources(given)
+    for key in ("mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation",
+                "dependency"):  # fmt: skip
+        pairs.append((key, getattr(job, key)))
+    if seconds_of(job.time) is not None:
+        # To the steps, not to the batch shell alone: the agents turn it into a stop at a step boundary.
+        pairs.append(("signal", f"USR2@{given.plan.signal_lead_s}"))
+    pairs = [(key, value) for key, value in pairs if value]
+    # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.
+    requeue = "requeue" if job.max_requeues else "no-requeue"
+    pairs += [(requeue, ""), ("open-mode", "append"), ("output", "job.log")]
+    for key, value in job.sbatch.items():
+        pairs.append((_checked_key(key, value), value))
+    for key, value in pairs:
+        _refuse_control(f"--{key}", value)
+    return pairs
+
+
+def _resources(given: ScriptInput) -> list[tuple[str, str]]:
+    """GPUs and cores of a node, as sbatch and srun both take them."""
+    job = given.spec.job
+    pairs = []
+    # On the CPU `gpus` counts ranks. Devices are asked for all the same where a type is named: a GPU job's rehearsal.
+    if given.plan.device == "cuda" or job.gpu_type:
+        kind = f"{job.gpu_type}:" if job.gpu_type else ""
+        flag = given.profile.gpus_flag
+        pairs.append((flag, f"gpu:{kind}{job.gpus}" if flag == "gres" else f"{kind}{job.gpus}"))
+    cores = job.cpus_per_gpu * job.gpus or (job.gpus if given.plan.device == "cpu" else 0)
+    if cores:
+        pairs.append(("cpus-per-task", str(cores)))
+    return pairs
+
+
+def _srun_options(given: ScriptInput) -> list[str]:
+    options = [
+        f"--nodes={given.spec.job.nodes}",
+        "--ntasks-per-node=1",
+        # One node's end must not make Slurm kill the others in the middle of a checkpoint: batch decides.
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--export=ALL",
+        "--cpu-bind=none",  # the agent's ranks share the cores; a mask inherited from the batch step would pin them
+    ]
+    # srun 22.05 and later does not take --cpus-per-task over from sbatch.
+    options += [f"--{key}={value}" for key, value in _resources(given)]
+    return [shlex.quote(option) for option in options]
+
+
+def _local_options(job: JobSpec) -> list[str]:
+    return [f"--nodes {job.nodes}", f"--gpus {job.gpus}"]
+
+
+def _checked_key(key: str, value: str) -> str:
+    name = key.lstrip("-").replace("_", "-")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option")
+    if name in _OWN_KEYS:
+        instead = _OWN_KEYS[name]
+        raise ConfigError(
+            f"--sbatch {name}={value}: clustertrain sets --{name} itself",
+            fix=f"use {instead}" if instead else "leave it out",
+        )
+    return name
+
+
+def _refuse_control(what: str, value: str) -> None:
+    if any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise ConfigError(f"{what} = {value!r}: control characters such as line breaks cannot be used here")
+
+
+def check_environment(env: dict[str, str]) -> None:
+    """Raises ConfigError for a name that a shell cannot export, or that clustertrain sets itself."""
+    for name, value in env.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"env {name!r}: not a name for an environment variable")
+        if name in _READONLY or name.startswith("CLUSTERTRAIN_"):
+            by = "bash" if name in _READONLY else "clustertrain"
+            raise ConfigError(f"env {name}: set by {by}, it cannot be changed here", fix="leave it out")
+        if "\0" in value:
+            raise ConfigError(f"env {name}: the value contains a NUL character")

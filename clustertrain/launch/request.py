@@ -1,0 +1,131 @@
+"""What was asked -> RunSpec: profile < recipe < ``--set`` < options, merged and checked before anything is made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.launch import choose, render
+from clustertrain.launch.backend import Backend
+from clustertrain.launch.snapshot import LIMIT_MIB
+from clustertrain.plan.planner import Plan, plan
+from clustertrain.spec import cluster
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build, read_toml, set_dotted
+
+_FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """``target`` is a recipe (``*.toml``), a script, or empty for the default preset. ``job`` holds the options that
+    were given, by their names in JobSpec; ``assignments`` those of ``--set``."""
+
+    target: str = ""
+    args: tuple[str, ...] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
+    assignments: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    snapshot_limit_mib: int = LIMIT_MIB
+    argv: tuple[str, ...] = ()
+    cwd: Path = field(default_factory=Path.cwd)
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that is complete and checked. Until the snapshot is taken, ``spec.script.path`` is the user's path."""
+
+    spec: RunSpec
+    profile: ClusterProfile
+    plan: Plan
+    backend: Backend
+    python: str
+    notes: tuple[str, ...] = ()
+
+
+class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    job: JobSpec = JobSpec()
+    env: dict[str, str] = {}  # noqa: RUF012 - msgspec copies an empty default
+
+
+def prepare(request: SubmitRequest) -> Prepared:
+    """Merge, check and plan.
+
+    Raises:
+        UsageError: the target does not exist.
+        ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide.
+    """
+    document, script, name = _read_target(request)
+    for assignment in request.assignments:
+        set_dotted(document, assignment)
+    source = request.target if not script and request.target else "--set"
+    asked = build(document, _RecipeFile, source)
+    recipe_job = document.get("job", {})
+    profile = cluster.load(request.job.get("cluster") or asked.job.cluster, request.environ)
+    job = _merge_job(profile, recipe_job, request.job)
+    job = msgspec.structs.replace(
+        job,
+        name=job.name or name,
+        checkpoint_dir=str(request.cwd / Path(job.checkpoint_dir).expanduser()) if job.checkpoint_dir else "",
+    )
+    backend = choose.backend(job.backend)
+    device = resolve_device(job.device if job.device != "auto" else profile.device, backend.name)
+    job = msgspec.structs.replace(job, backend=backend.name, device=device)
+    recipe = Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__})
+    spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
+    render.check_environment(spec.env)
+    if recipe.rehearsal.preempt_at_steps and backend.name != "local":
+        raise ConfigError(
+            "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
+            fix="use --backend local, or leave the table out",
+        )
+    return Prepared(
+        spec=spec,
+        profile=profile,
+        plan=plan(spec, profile, device, taken=request.environ.keys()),
+        backend=backend,
+        python=profile.python or sys.executable,
+    )
+
+
+def _read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | None, str]:
+    """The recipe's document, the script if it is one, and a name for the run."""
+    if not request.target:
+        return {}, None, "default"
+    path = request.cwd / request.target
+    if not path.is_file():
+        kind = "it is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"{request.target}: {kind}", fix="name a recipe (*.toml) or a script")
+    if path.suffix == ".toml":
+        if request.args:
+            raise UsageError(f"{' '.join(request.args)}: a recipe takes no arguments", fix="put options before it")
+        return read_toml(path), None, path.stem
+    if "\0" in "".join(request.args):
+        raise UsageError("an argument of the script contains a NUL character")
+    return {}, ScriptSpec(path=str(path), args=request.args, cwd=str(request.cwd)), path.stem
+
+
+def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> JobSpec:
+    values = {key: getattr(profile, key) for key in _FROM_PROFILE}
+    values |= {**recipe, **options}
+    values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
+    return build(values, JobSpec, "job")
+
+
+def resolve_device(asked: Device, backend: str) -> Device:
+    """``auto``: GPUs on Slurm, which allocates them; on this machine what it has."""
+    if asked != "auto":
+        return asked
+    if backend == "slurm":
+        return "cuda"
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"

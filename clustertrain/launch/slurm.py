@@ -1,0 +1,126 @@
+"""The Slurm backend: submission through submitit, everything else through Slurm's own commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from clustertrain import proc, settings
+from clustertrain.errors import CommandFailed, SchedulerRefused
+from clustertrain.launch import accounting
+from clustertrain.launch.backend import Backend, JobStart, JobView, Submission
+
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+# Variables that change what the commands print or do.
+_CLIENT_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_")
+_UNKNOWN_JOB = "Invalid job id"
+
+
+def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for squeue, sacct, scontrol and scancel: no formats of the user's, times as epoch seconds."""
+    clean = settings.without_allocation(environ)
+    clean = {name: value for name, value in clean.items() if not name.startswith(_CLIENT_PREFIXES)}
+    return {**clean, "SLURM_TIME_FORMAT": "%s"}
+
+
+class SlurmBackend(Backend):
+    """Job ids are Slurm's; an array task is ``ARRAY_TASK``."""
+
+    name = "slurm"
+
+    def available(self) -> str | None:
+        """The version of sbatch, or None where it is not installed or knows no cluster."""
+        if shutil.which("sbatch") is None:
+            return None
+        try:
+            done = proc.run(["sbatch", "--version"], timeout_s=10.0, env=client_environ(os.environ))
+        except CommandFailed:
+            return None
+        return done.stdout.strip() or None
+
+    def submit(self, submission: Submission) -> str:
+        # Not at the top: it imports submitit, which only a submission needs.
+        from clustertrain.launch import submitit_adapter
+
+        run = submission.run
+        options = [f"--chdir={run.path}"]
+        options += [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]
+        environ = settings.without_allocation(os.environ if submission.environ is None else submission.environ)
+        return submitit_adapter.sbatch(run.script.read_text(), options, run.path, environ)
+
+    def cancel(self, job_id: str) -> None:
+        # What submitit's Job.cancel runs, with a timeout and the words of a failure.
+        done = _ask("scancel", _checked(job_id))
+        if done.returncode and _UNKNOWN_JOB not in done.stderr:
+            raise CommandFailed(f"scancel {job_id} failed: {accounting.plain(done.stderr)}")
+
+    def requeue(self, job_id: str) -> None:
+        done = _ask("scontrol", "requeue", _checked(job_id))
+        if done.returncode:
+            said = accounting.plain(done.stderr or done.stdout)
+            raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
+
+    def forbid_requeue(self, job_id: str) -> None:
+        _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0")
+
+    def own_job_id(self, environ: Mapping[str, str]) -> str | None:
+        array, task = environ.get(settings.SLURM_ARRAY_JOB_ID), environ.get(settings.SLURM_ARRAY_TASK_ID)
+        # The tasks of an array have numbers of their own as well, but a requeue by that number hits the wrong ones.
+        return f"{array}_{task}" if array and task else environ.get(settings.SLURM_JOB_ID)
+
+    def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        return accounting.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        wanted = sorted({_checked(job_id) for job_id in job_ids})
+        if not wanted:
+            return {}
+        done = _ask(
+            "squeue", "--noheader", "--states=all", f"--jobs={','.join(wanted)}", f"--Format={accounting.SQUEUE_FORMAT}"
+        )
+        if done.returncode:
+            # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
+            if _UNKNOWN_JOB in done.stderr:
+                return {}
+            raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}", fix="see whether `squeue` answers")
+        views = accounting.read_squeue(done.stdout)
+        return {job_id: views[job_id] for job_id in wanted if job_id in views}
+
+    def starts(self, job_id: str) -> list[JobStart]:
+        fields = ",".join(accounting.SACCT_FIELDS)
+        # -D: every start, not the last one alone; -X: no steps.
+        done = _ask("sacct", "-D", "-X", "-P", "-n", "-j", _checked(job_id), "-o", fields)
+        if done.returncode:
+            if "accounting storage is disabled" in done.stderr.lower():
+                return []
+            raise CommandFailed(f"sacct failed: {accounting.plain(done.stderr)}")
+        return accounting.read_sacct(done.stdout, job_id)
+
+
+def work_dir(job_id: str) -> Path | None:
+    """The working directory of any user's job, which for a run of clustertrain is its run directory; None for a job
+    that Slurm does not know, or without Slurm."""
+    if shutil.which("squeue") is None:
+        return None
+    # The queue knows a job from its first second on, accounting for longer.
+    for argv in (
+        ("squeue", "--noheader", "--states=all", f"--jobs={_checked(job_id)}", "--Format=WorkDir:|"),
+        ("sacct", "-X", "-P", "-n", "-j", _checked(job_id), "-o", "WorkDir"),
+    ):
+        lines = _ask(*argv).stdout.splitlines()
+        if lines and lines[0].strip():
+            return Path(lines[0].strip().removesuffix("|"))
+    return None
+
+
+def _ask(*argv: str) -> proc.Completed:
+    return proc.run(argv, env=client_environ(os.environ), check=False)
+
+
+def _checked(job_id: str) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise SchedulerRefused(f"{job_id!r} is not a Slurm job id")
+    return job_id

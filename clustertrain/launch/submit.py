@@ -1,0 +1,160 @@
+"""The transaction: everything is checked before anything is made, and a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from clustertrain import fsio, settings
+from clustertrain.errors import ClusterTrainError, ConfigError
+from clustertrain.launch import filesystem, record, render, snapshot
+from clustertrain.launch.backend import PENDING, Submission
+from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.launch.snapshot import Snapshot
+from clustertrain.plan.planner import require_fit
+from clustertrain.run import folder
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import RunSpec
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """``notes`` are warnings for the user; the rest is ``submit --json``."""
+
+    run: RunDir
+    job_id: str
+    backend: str
+    state: str
+    notes: tuple[str, ...] = ()
+
+
+def submit(request: SubmitRequest) -> Submitted:
+    """Check, plan, write the run directory and hand it to the backend.
+
+    Raises:
+        UsageError, ConfigError: before anything is made.
+        SchedulerRefused: with Slurm's words; the run directory is gone again.
+    """
+    prepared = prepare(request)
+    notes = [*prepared.notes, *_check(prepared)]
+    run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
+    try:
+        taken = _take_code(request, prepared, run)
+        _write(request, prepared, run, taken)
+    except BaseException:
+        _remove(run, prepared.spec)
+        raise
+    try:
+        job_id = prepared.backend.submit(Submission(run, environ=request.environ))
+    except ClusterTrainError:
+        # Not for other exceptions: a Ctrl-C may come after sbatch has taken the job, which then needs its folder.
+        _remove(run, prepared.spec)
+        raise
+    log = EventLog(run.events / "submit.jsonl")
+    log.write("submitted", job_id=job_id, backend=prepared.backend.name)
+    log.close()
+    if taken is not None:
+        notes += [f"not in the snapshot, used where it is: {link}" for link in taken.outside]
+    return Submitted(run, job_id, prepared.backend.name, PENDING.lower(), tuple(notes))
+
+
+def dry_run(request: SubmitRequest) -> tuple[Prepared, str]:
+    """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
+    prepared = prepare(request)
+    notes = _check(prepared)
+    run = RunDir(folder.runs_folder() / f"{folder.slug(prepared.spec.job.name)}-xxxxxx")
+    code: list[Path] = []
+    if prepared.spec.script is not None:
+        root = snapshot.root_of(Path(prepared.spec.script.path))
+        code = [run.code, *([run.code / "src"] if (root / "src").is_dir() else [])]
+    text = render.job_script(_script_input(prepared, run, prepared.spec, code))
+    return dataclasses.replace(prepared, notes=(*prepared.notes, *notes)), text
+
+
+def _check(prepared: Prepared) -> list[str]:
+    """What else can be refused before anything is made; returns warnings."""
+    require_fit(prepared.plan)
+    shared = prepared.backend.name == "slurm"
+    found = [filesystem.check(settings.home(), settings.HOME, shared=shared)]
+    job = prepared.spec.job
+    if job.checkpoint_dir:
+        found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
+    # Rendered once without a run directory, for what only the script's text refuses.
+    render.job_script(_script_input(prepared, RunDir(folder.runs_folder() / "check"), prepared.spec, []))
+    return [note for note in found if note]
+
+
+def _take_code(request: SubmitRequest, prepared: Prepared, run: RunDir) -> Snapshot | None:
+    script = prepared.spec.script
+    if script is None:
+        return None
+    return snapshot.take(
+        Path(script.path), run.code, limit_mib=request.snapshot_limit_mib, without=settings.home(request.environ)
+    )
+
+
+def _write(request: SubmitRequest, prepared: Prepared, run: RunDir, taken: Snapshot | None) -> None:
+    spec = prepared.spec
+    code: list[Path] = []
+    if taken is not None and spec.script is not None:
+        spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
+        code = [path for path in (run.code, run.code / "src") if path.is_dir()]
+    mode = 0o640 if spec.job.share else 0o600
+    script = render.job_script(_script_input(prepared, run, spec, code))
+    fsio.write_text(run.spec, tomli_w.dumps(_without_none(msgspec.to_builtins(spec))), mode=mode)
+    plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
+    fsio.write_text(run.plan, plan + "\n", mode=mode)
+    fsio.write_text(run.script, script, mode=mode | 0o100)
+    fsio.write_json(run.record, record.collect(request.argv, request.cwd, taken.root if taken else None))
+    _make_checkpoints(run, spec)
+
+
+def _script_input(prepared: Prepared, run: RunDir, spec: RunSpec, code: list[Path]) -> render.ScriptInput:
+    return render.ScriptInput(
+        run=run,
+        spec=spec,
+        profile=prepared.profile,
+        plan=prepared.plan,
+        python=prepared.python,
+        home=settings.home(),
+        code_paths=code,
+    )
+
+
+def _make_checkpoints(run: RunDir, spec: RunSpec) -> None:
+    mode = 0o750 if spec.job.share else 0o700
+    target = _checkpoint_target(run, spec)
+    try:
+        if target is None:
+            run.checkpoints.mkdir(mode=mode)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.mkdir(mode=mode)
+            run.checkpoints.symlink_to(target)
+    except OSError as e:
+        raise ConfigError(f"no folder for checkpoints: {e}", fix="choose another --checkpoint-dir") from e
+
+
+def _checkpoint_target(run: RunDir, spec: RunSpec) -> Path | None:
+    return Path(spec.job.checkpoint_dir) / run.id if spec.job.checkpoint_dir else None
+
+
+def _remove(run: RunDir, spec: RunSpec) -> None:
+    target = _checkpoint_target(run, spec)
+    if target is not None:
+        shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key that is absent means it."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return value

@@ -1,0 +1,46 @@
+"""Finds and fills the templates: in a wheel they lie in the package, in a checkout beside it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from clustertrain.errors import ConfigError
+
+
+def folder() -> Path:
+    """Raises ConfigError when the installation is incomplete."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "templates", package.parent / "templates"):
+        if (candidate / "job.sh.j2").is_file():
+            return candidate
+    raise ConfigError(f"the templates are missing beside {package}", fix="install clustertrain again")
+
+
+def directive(value: str) -> str:
+    """``value`` quoted for an ``#SBATCH`` line.
+
+    sbatch's own parser, not a shell, reads these lines: a backslash escapes the next character everywhere, also inside
+    quotes of either kind, and a bare ``#`` starts a comment. Control characters are refused before (a line ends there).
+    """
+    if value and all(c.isalnum() or c in "-_./:,=@%+[]~*&|()<>!^?" for c in value) and value.isascii():
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def fill(name: str, values: dict[str, Any]) -> str:
+    # Not at the top: importing jinja2 takes longer than everything else that a submission needs.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # a shell script, not HTML: every value passes through `sh` or `directive`
+    )
+    environment.filters["sh"] = shlex.quote
+    environment.filters["directive"] = directive
+    return environment.get_template(name).render(values)

@@ -1,0 +1,62 @@
+"""global_batch = micro_batch x grad_accum x data_parallel, in sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Batch
+
+
+def _nearest(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``, in words."""
+    low, high = value // unit * unit, -(-value // unit) * unit
+    return f"{low} or {high}" if low else str(high)
+
+
+def per_rank(global_batch: int, data_parallel: int) -> int:
+    """Sequences of one rank and step. Raises ConfigError when the global batch does not divide."""
+    if global_batch % data_parallel:
+        raise ConfigError(
+            f"train.global_batch = {global_batch} does not divide over {data_parallel} data-parallel ranks: "
+            f"{global_batch} / {data_parallel} = {global_batch / data_parallel:g}",
+            fix=f"use a global batch of {_nearest(global_batch, data_parallel)}, "
+            f"or a number of ranks that divides {global_batch}",
+        )
+    return global_batch // data_parallel
+
+
+def split(
+    global_batch: int, data_parallel: int, seq_len: int, *, micro_batch: int = 0, fits: Callable[[int], bool]
+) -> Batch:
+    """Split the global batch over the ranks.
+
+    ``micro_batch`` 0 takes the largest one that divides and for which ``fits`` is true, or 1 when none is: fewer and
+    larger passes keep the device busier. The result never changes what is learned, only how it is computed.
+
+    Raises:
+        ConfigError: the numbers do not divide; shows the arithmetic and the nearest values that do.
+    """
+    share = per_rank(global_batch, data_parallel)
+    if micro_batch and share % micro_batch:
+        unit = micro_batch * data_parallel
+        raise ConfigError(
+            f"train.global_batch = {global_batch} does not divide into micro-batches of {micro_batch} on "
+            f"{data_parallel} data-parallel ranks: {global_batch} / ({micro_batch} x {data_parallel}) = "
+            f"{global_batch / unit:g}",
+            fix=f"use a global batch of {_nearest(global_batch, unit)}, a micro_batch that divides {share}, "
+            "or micro_batch = 0 (the plan chooses)",
+        )
+    micro = micro_batch or next((m for m in divisors(share) if fits(m)), 1)
+    return Batch(
+        micro_batch=micro,
+        grad_accum=share // micro,
+        global_batch=global_batch,
+        tokens_per_step=global_batch * seq_len,
+    )
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors, largest first."""
+    low = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
+    return sorted({*low, *(value // d for d in low)}, reverse=True)
