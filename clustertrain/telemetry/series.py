@@ -95,7 +95,7 @@ class _Open:
         return Series(header, t, gpus, host, self.reasons, self.host_reasons, self.processes, ended, failure)
 
 
-def _columns(rows: list[list[float | None]], names: list[str]) -> dict[str, Column]:
+def _columns(rows: list[list[float | None]], names: tuple[str, ...]) -> dict[str, Column]:
     # None becomes NaN.
     table = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
     return {name: table[:, i] for i, name in enumerate(names)}

@@ -46,8 +46,8 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="kind"):
     allocation: str | None = None
     cpu_count: int | None = None
     memory_total_bytes: int | None = None
-    gpu_fields: list[str] = list(FIELDS)
-    host_fields: list[str] = list(HOST_FIELDS)
+    gpu_fields: tuple[str, ...] = FIELDS
+    host_fields: tuple[str, ...] = HOST_FIELDS
 
 
 class Sample(msgspec.Struct, frozen=True, tag="s", tag_field="kind"):

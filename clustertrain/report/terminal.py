@@ -1,0 +1,156 @@
+"""What all terminal reports share: a console that behaves when piped, glyphs, meters, sparklines and human units.
+
+Colours are the terminal's own named ones and never carry a meaning alone: a sign or a word says the same. White, black
+and dim are not used, so that light and dark backgrounds read alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+NARROWEST, WIDEST, FALLBACK = 60, 200, 80
+
+
+class Glyphs(msgspec.Struct, frozen=True):
+    """``levels`` from empty to full; ``none`` stands where nothing was recorded."""
+
+    levels: str
+    none: str
+    bar: str
+    rest: str
+    dash: str
+    dot: str
+    degree: str
+
+
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C")
+ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C")
+
+
+def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console for ``file`` (stdout by default).
+
+    Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80. NO_COLOR and TERM=dumb are respected.
+    """
+    out = file or sys.stdout
+    if width is None:
+        width = shutil.get_terminal_size((FALLBACK, 24)).columns if _is_terminal(out) else _columns()
+    width = max(NARROWEST, min(width, WIDEST))
+    # FORCE_COLOR would have rich write escapes into a pipe that nobody asked to colour.
+    return Console(file=out, width=width, force_terminal=_is_terminal(out), highlight=False, emoji=False, markup=False)
+
+
+def _is_terminal(out: IO[str]) -> bool:
+    return out.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _columns() -> int:
+    value = os.environ.get("COLUMNS", "")
+    return int(value) if value.isdigit() and int(value) else FALLBACK
+
+
+def emit(console: Console, *parts: RenderableType) -> None:
+    """Print ``parts``. Into files and pipes without the blanks that fill each line up; what the encoding lacks as ?."""
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    text = captured.get()
+    if not console.is_terminal:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    console.file.write(text.encode(console.encoding, "replace").decode(console.encoding))
+
+
+def glyphs(console: Console) -> Glyphs:
+    """ASCII where the output's encoding has no block characters; printing one would raise there."""
+    try:
+        "".join((UNICODE.levels, UNICODE.bar, UNICODE.rest, UNICODE.dash, UNICODE.dot)).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE
+
+
+def grade(ratio: float) -> str:
+    """The colour of a utilization."""
+    return "red" if ratio < 0.15 else "yellow" if ratio < 0.5 else "green"
+
+
+def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:
+    """A bar of ``width`` cells; empty and unstyled where the ratio is not known."""
+    if ratio is None:
+        return Text(signs.rest * width)
+    full = round(max(0.0, min(1.0, ratio)) * width)
+    return Text(signs.bar * full, style=style) + Text(signs.rest * (width - full))
+
+
+def resample(values: Sequence[float | None], count: int) -> list[float | None]:
+    """``values`` as ``count`` means of equal shares; fewer values stay as they are."""
+    if len(values) <= count:
+        return list(values)
+    found: list[float | None] = []
+    for i in range(count):
+        share = values[i * len(values) // count : (i + 1) * len(values) // count]
+        known = [v for v in share if v is not None]
+        found.append(sum(known) / len(known) if known else None)
+    return found
+
+
+def sparkline(values: Sequence[float | None], width: int, signs: Glyphs) -> str:
+    """Ratios 0-1 as one line of at most ``width`` characters, oldest first; a gap where nothing was recorded."""
+    top = len(signs.levels) - 1
+    cells = resample(values, width)
+    return "".join(
+        signs.none if v is None else signs.levels[min(top, math.floor(max(0.0, v) * (top + 1)))] for v in cells
+    )
+
+
+def percent(ratio: float | None, signs: Glyphs) -> str:
+    return signs.dash if ratio is None else f"{ratio:.0%}"
+
+
+def number(value: float | None, signs: Glyphs, places: int = 0) -> str:
+    return signs.dash if value is None else f"{value:.{places}f}"
+
+
+def used_of(used: float | None, total: float | None, signs: Glyphs) -> str:
+    """``61/80``, both in the same unit."""
+    if used is None and total is None:
+        return signs.dash
+    small = total is not None and total < 10
+    return f"{number(used, signs, 1 if small else 0)}/{number(total, signs, 1 if small else 0)}"
+
+
+def duration(seconds: float) -> str:
+    """``45s``, ``12m05s``, ``3h07m``, ``2d04h``."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+def moment(t: float) -> str:
+    """UTC epoch seconds as ``2026-01-31 12:00:05 CET``, in the reader's own time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(t))
+
+
+def energy(joules: float | None, signs: Glyphs) -> str:
+    """``1.23 kWh``, or Wh and J where that would be next to nothing."""
+    if joules is None:
+        return signs.dash
+    if joules < 3600:
+        return f"{joules:.0f} J"
+    if joules < 3_600_000:
+        return f"{joules / 3600:.1f} Wh"
+    return f"{joules / 3_600_000:.2f} kWh"
