@@ -1,0 +1,178 @@
+"""The index of one checkpoint, and where its files lie.
+
+checkpoints/step-00000500/
+  rank-0.bin rank-1.bin …   shards, one after another, raw bytes in C order
+  manifest.json             what lies where, with a checksum a shard
+  COMMITTED                 checksum of the manifest; written last
+checkpoints/.step-00000500-<attempt>        a save under way (or killed), never read
+checkpoints/.old-step-00000500              what a save of the same step replaces, until it has
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from clustertrain import fsio
+from clustertrain.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+
+_NAME = re.compile(r"(damaged-)?step-(\d{8,})")
+
+Kind = Literal["model", "optimizer", "other"]
+
+
+class Damaged(CheckpointError):
+    """A file of a committed checkpoint is missing, cut short or altered: an older checkpoint may still be good."""
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``."""
+
+    file: str
+    offset: int
+    nbytes: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    checksum: str
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A logical (global) tensor. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    shards: tuple[ShardRecord, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: int
+    torch: str
+    step: int
+    world_size: int
+    engine: str
+    layout: dict[str, Any]
+    files: dict[str, int]  # name -> size in bytes
+    tensors: tuple[TensorRecord, ...]
+    values: dict[str, Any]  # everything that is not a tensor, see state.py
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``COMMITTED``."""
+
+    format: int
+    step: int
+    manifest_xxh3_128: str
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.bin"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def staging_folder(root: Path, step: int, attempt: str) -> Path:
+    return root / f".step-{step:08d}-{attempt}"
+
+
+def replaced_folder(final: Path) -> Path:
+    return final.with_name(f".old-{final.name}")
+
+
+def damaged_folder(folder: Path) -> Path:
+    return folder.with_name(f"damaged-{folder.name}")
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name; None for any other name."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[2]) if match else None
+
+
+def _by_step(root: Path, pattern: str) -> list[Path]:
+    found = [(step, p) for p in root.glob(pattern) if (step := step_of(p)) is not None]
+    return [p for _, p in sorted(found)]
+
+
+def folders(root: Path) -> list[Path]:
+    """Checkpoint folders, committed or not, oldest step first."""
+    return _by_step(root, "step-*")
+
+
+def set_aside(root: Path) -> list[Path]:
+    """What did not verify when the run came back."""
+    return _by_step(root, "damaged-step-*")
+
+
+def is_committed(folder: Path) -> bool:
+    return (folder / COMMITTED).is_file()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the index, make the folder durable, then write the marker."""
+    data = msgspec.json.encode(manifest)
+    fsio.write_bytes(folder / MANIFEST, data)
+    marker = Marker(format=FORMAT, step=manifest.step, manifest_xxh3_128=checksum(data))
+    fsio.write_bytes(folder / COMMITTED, msgspec.json.encode(marker) + b"\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The index of a committed checkpoint.
+
+    Raises:
+        Damaged: no marker, or index and marker do not fit each other.
+        CheckpointError: written by a newer format than this one.
+    """
+    try:
+        marker = msgspec.json.decode((folder / COMMITTED).read_bytes(), type=Marker)
+        data = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError as e:
+        raise Damaged(f"{folder}: {Path(str(e.filename)).name} is missing") from e
+    except (OSError, msgspec.MsgspecError) as e:
+        raise Damaged(f"{folder}: cannot be read: {e}") from e
+    if marker.format > FORMAT:
+        raise CheckpointError(
+            f"{folder}: written in format {marker.format}, this clustertrain reads up to {FORMAT}",
+            fix="use the version that wrote it, or a newer one",
+        )
+    if checksum(data) != marker.manifest_xxh3_128:
+        raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.MsgspecError as e:
+        raise Damaged(f"{folder / MANIFEST}: {e}") from e
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """The cheap part of verification: every data file is there and as long as it was written.
+
+    Raises:
+        Damaged: names the first file that is not.
+    """
+    for name, size in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as e:
+            raise Damaged(f"{folder / name}: {e.strerror or e}") from e
+        if found != size:
+            raise Damaged(f"{folder / name}: {found} bytes, {size} were written")

@@ -1,0 +1,84 @@
+"""Nested state as JSON plus tensors. A tensor leaf becomes ``{"__tensor__": NAME}``; what JSON lacks is tagged.
+
+No pickle: whatever is not a tensor, an array or plain data is refused with its place in the tree.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from clustertrain.errors import CheckpointError
+
+_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "__tensor__", "__array__", "__tuple__", "__map__", "__bytes__"
+_TAGS = frozenset({_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES})
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` as JSON; its tensors go to ``tensors`` under the path that leads to them, joined by '/'.
+
+    Raises:
+        CheckpointError: an object that is neither a tensor nor plain data.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {_TENSOR: name}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        # As bytes, since torch lacks some of numpy's types.
+        tensors[name] = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
+        return {_ARRAY: name, "dtype": value.dtype.str, "shape": list(value.shape)}
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) for k in value) and not _TAGS & value.keys():
+            return {k: encode(v, f"{name}/{k}", tensors) for k, v in value.items()}
+        pairs = [[encode(k, f"{name}/key", tensors), encode(v, f"{name}/{k}", tensors)] for k, v in value.items()]
+        return {_MAP: pairs}
+    if isinstance(value, list):
+        return [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
+    raise CheckpointError(
+        f"state {name}: a {type(value).__name__} cannot be put in a checkpoint (tensors and plain data only)",
+        fix="return tensors, numbers, strings, lists and dicts from its state_dict()",
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """What :func:`encode` was given; ``tensor`` yields a tensor by its name."""
+    if isinstance(value, list):
+        return [decode(v, tensor) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _ARRAY in value:
+        data = np.frombuffer(tensor(value[_ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
+        return data.reshape(value["shape"]).copy()
+    if _BYTES in value:
+        return base64.b64decode(value[_BYTES])
+    if _TUPLE in value:
+        return tuple(decode(v, tensor) for v in value[_TUPLE])
+    if _MAP in value:
+        return {decode(k, tensor): decode(v, tensor) for k, v in value[_MAP]}
+    return {k: decode(v, tensor) for k, v in value.items()}
+
+
+def tensor_names(value: Any) -> set[str]:
+    """The names of all tensors that an encoded tree refers to."""
+    if isinstance(value, list):
+        return set().union(*map(tensor_names, value)) if value else set()
+    if not isinstance(value, dict):
+        return set()
+    for tag in (_TENSOR, _ARRAY):
+        if tag in value:
+            return {value[tag]}
+    return set().union(*map(tensor_names, value.values())) if value else set()

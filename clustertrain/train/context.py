@@ -1,0 +1,121 @@
+"""What the environment, spec.toml and plan.json say to this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clustertrain import fsio, settings
+from clustertrain.errors import ConfigError, EnvironmentNotFit
+from clustertrain.plan.layout import Batch, Layout
+from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.strict import build
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """``run``, ``attempt``, ``spec`` and ``batch`` are None outside a run of clustertrain."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launched: bool  # by torchrun: there is a rendezvous to join
+    device: torch.device
+    layout: Layout
+    precision: str  # fp32 or bf16
+    run: RunDir | None
+    attempt: AttemptDir | None
+    rank_dir: Path | None
+    spec: RunSpec | None
+    batch: Batch | None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError as e:
+        raise ConfigError(f"{name} = {text!r}: must be a number", fix="start the ranks with torchrun") from e
+
+
+def _device(asked: str | None, environ: Mapping[str, str], local_rank: int) -> torch.device:
+    name = asked or environ.get(settings.DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ConfigError(f"device {name!r}: must be cpu or cuda")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "no usable GPU on this node" if built else "this torch was built without CUDA"
+        raise EnvironmentNotFit(
+            f"device cuda was asked for, but torch cannot use it: {why} (torch {torch.__version__})",
+            fix="check nvidia-smi on the node and the torch build, or submit with device cpu",
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise EnvironmentNotFit(
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}",
+            fix="ask for as many GPUs a node as there are ranks a node, and check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def read_plan(run: RunDir) -> tuple[Layout, Batch, str]:
+    """Layout, batch and precision from plan.json.
+
+    Raises:
+        ConfigError: it is missing or holds something else.
+    """
+    value = fsio.read_json(run.plan)
+    if not isinstance(value, dict) or not isinstance(value.get("layout"), dict):
+        raise ConfigError(f"{run.plan}: missing or without a layout", fix="submit the run again")
+    layout = build(value["layout"], Layout, f"{run.plan}: layout")
+    batch = build(value.get("batch") or {}, Batch, f"{run.plan}: batch")
+    precision = value.get("precision") or "fp32"
+    if precision not in ("fp32", "bf16"):
+        raise ConfigError(f"{run.plan}: precision {precision!r}: must be fp32 or bf16")
+    return layout, batch, precision
+
+
+def of_environment(*, device: str | None = None, environ: Mapping[str, str] = os.environ) -> RankContext:
+    """Raises ConfigError where environment, plan and machine do not fit each other."""
+    rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+    local_rank = _number(environ, "LOCAL_RANK", rank)
+    folder = environ.get(settings.RUN_DIR)
+    rank_dir = environ.get(settings.RANK_DIR)
+    run = RunDir(Path(folder)) if folder else None
+    attempt = run.attempt(_number(environ, settings.ATTEMPT, 1)) if run else None
+    batch: Batch | None = None
+    if run is not None:
+        layout, batch, precision = read_plan(run)
+        if layout.world_size != world_size:
+            raise ConfigError(
+                f"the plan is for {layout.world_size} ranks and {world_size} were started",
+                fix="start as many ranks as plan.json says, or submit again for this allocation",
+            )
+    else:
+        precision = "fp32"
+        layout = Layout(strategy="ddp" if world_size > 1 else "single", dp_replicate=world_size)
+    return RankContext(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+        launched="RANK" in environ and "MASTER_ADDR" in environ,
+        device=_device(device, environ, local_rank),
+        layout=layout,
+        precision=precision,
+        run=run,
+        attempt=attempt,
+        rank_dir=Path(rank_dir) if rank_dir else None,
+        spec=load_spec(run) if run else None,
+        batch=batch,
+    )

@@ -1,0 +1,192 @@
+"""Batches in a global order that does not depend on the number of ranks or workers, with one number as position."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+from clustertrain import clock
+from clustertrain.errors import CheckpointError, ConfigError
+from clustertrain.plan.batch import per_rank
+from clustertrain.train import order
+from clustertrain.train.seeds import derive
+from clustertrain.train.stop import SIGNALS
+
+
+class MapStyle(Protocol):
+    """Any map-style data set."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> Any: ...
+
+
+class _Numbered(Dataset[Any]):
+    """Samples by (sample, position). In a worker every generator is seeded by the position first, so that a random
+    augmentation depends neither on the worker nor on where it was interrupted. In the rank's own process the generators
+    are those that the checkpoint holds, and are left alone."""
+
+    def __init__(self, dataset: MapStyle, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        sample, position = key
+        if get_worker_info() is not None:
+            seed = derive(self._seed, "sample", position)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+        return self._dataset[sample]
+
+
+class _Positions(Sampler[list[tuple[int, int]]]):
+    """Endless micro-batches of (sample, position) of one rank, from ``start`` on."""
+
+    def __init__(self, loader: Loader, start: int) -> None:
+        self._loader = loader
+        self._start = start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        start = self._start
+        while True:
+            yield from self._loader.micro_batches_at(start)
+            start += self._loader.global_batch
+
+
+class Loader:
+    """An endless iterator over this rank's part of each global batch, one item an optimizer step.
+
+    An item is a collated batch on the session's device, or with ``micro_batch`` a list of them. ``position`` counts the
+    samples that all ranks together have consumed; it is all the state there is.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        *,
+        global_batch: int,
+        micro_batch: int | None,
+        workers: int,
+        seed: int,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+    ) -> None:
+        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide."""
+        if len(dataset) < 1:
+            raise ConfigError("the data set is empty")
+        self.global_batch = global_batch
+        self.position = 0
+        self.wait_s = 0.0  # spent waiting for data since the session last asked
+        self._dataset = dataset
+        self._share = per_rank(global_batch, ranks)
+        self._micro = micro_batch or self._share
+        self._as_list = micro_batch is not None
+        if self._share % self._micro:
+            raise ConfigError(
+                f"{self._share} samples a rank do not divide into micro-batches of {self._micro}",
+                fix=f"use a micro_batch that divides {self._share}",
+            )
+        self._workers = workers
+        self._seed = seed
+        self._rank = rank
+        self._device = device
+        self._iterator: Iterator[Any] | None = None
+        self._closing: Any = None
+
+    def micro_batches_at(self, position: int) -> list[list[tuple[int, int]]]:
+        """This rank's (sample, position) pairs of the global batch that starts at ``position``, by micro-batch."""
+        first = position + self._rank * self._share
+        found = order.samples(self._seed, len(self._dataset), first, self._share)
+        pairs = [(s, first + i) for i, s in enumerate(found)]
+        return [pairs[i : i + self._micro] for i in range(0, self._share, self._micro)]
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Any:
+        started = clock.monotonic()
+        if self._iterator is None:
+            self._iterator = self._start()
+        parts = [self._to_device(next(self._iterator)) for _ in range(self._share // self._micro)]
+        self.position += self.global_batch
+        self.wait_s += clock.monotonic() - started
+        return parts if self._as_list else parts[0]
+
+    def _start(self) -> Iterator[Any]:
+        numbered = _Numbered(self._dataset, self._seed)
+        if self._workers == 0:
+            # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
+            return (default_collate([numbered[k] for k in keys]) for keys in _Positions(self, self.position))
+        self._closing = multiprocessing.get_context().Value("b", 0, lock=False)
+        loader = DataLoader(
+            numbered,
+            batch_sampler=_Positions(self, self.position),
+            num_workers=self._workers,
+            pin_memory=self._device.type == "cuda",
+            worker_init_fn=_WorkerSignals(self._closing),
+            generator=torch.Generator().manual_seed(derive(self._seed, "workers")),
+        )
+        # Blocked until the worker has its own handlers: between fork and then, a warning to the job would kill it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _to_device(self, batch: Any) -> Any:
+        return batch if self._device.type == "cpu" else _move(batch, self._device)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._closing is not None:
+            self._closing.value = 1
+        self._iterator = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "seed": self._seed, "samples": len(self._dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Raises CheckpointError for a data set of another length: its order would be another one."""
+        if state["samples"] != len(self._dataset):
+            raise CheckpointError(
+                f"the data set has {len(self._dataset)} samples, and had {state['samples']} when it was saved",
+                fix="train on the same data, or begin a new run",
+            )
+        self.close()
+        self.position, self._seed = state["position"], state["seed"]
+
+
+class _WorkerSignals:
+    """Keeps a warning meant for the job from killing a worker; only its own rank may end it."""
+
+    def __init__(self, closing: Any) -> None:
+        self._closing = closing
+
+    def __call__(self, worker: int) -> None:
+        for number in SIGNALS:
+            # A handler and not SIG_IGN, which processes that the worker starts would inherit.
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._closing.value:
+            os._exit(0)
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: _move(v, device) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_move(v, device) for v in batch)
+    return batch

@@ -1,0 +1,104 @@
+"""``python -m clustertrain train [SCRIPT ARGS…]``: one rank, started by torchrun.
+
+Runs the script in spec.toml (or the one named), else the built-in trainer, with its output in the rank's log, and
+leaves a result record whatever happens.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertrain import settings
+from clustertrain.errors import EXIT_DONE, EXIT_FAILED, ClusterTrainError, ConfigError
+from clustertrain.run.folder import RunDir, open_run
+from clustertrain.run.spec import load_spec
+
+
+def redirect_output(log: Path) -> None:
+    """Append file descriptors 1 and 2 to ``log``: what C libraries and children print goes there too."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+def _run_script(path: Path, args: Sequence[str]) -> None:
+    """As ``python path args…`` would."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such script")
+    sys.argv = [str(path), *args]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _work(run: RunDir | None, words: Sequence[str]) -> None:
+    if words:
+        _run_script(Path(words[0]).absolute(), words[1:])
+        return
+    if run is None:
+        raise ConfigError(f"{settings.RUN_DIR} is not set", fix="name a script, or start with clustertrain submit")
+    spec = load_spec(run)
+    if spec.script is not None:
+        if Path(spec.script.cwd).is_dir():
+            os.chdir(spec.script.cwd)  # paths in the script's arguments are relative to where submit was called
+        _run_script(run.code / spec.script.path, spec.script.args)
+        return
+    from clustertrain.train import loop
+    from clustertrain.train.context import read_plan
+
+    loop.train(spec.recipe, read_plan(run)[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the rank: 0 done or stopped, 1 failed, 78 would fail the same way again."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        words = words[1:]
+    folder = os.environ.get(settings.RUN_DIR)
+    run = RunDir(Path(folder)) if folder else None
+    if run is not None:
+        attempt = run.attempt(int(os.environ.get(settings.ATTEMPT, "1")))
+        redirect_output(attempt.rank_log(int(os.environ.get("RANK", "0"))))
+    faulthandler.enable()
+    # After the redirection, so that what the import of torch prints is in the log as well.
+    from clustertrain.train import result
+
+    try:
+        if run is not None:
+            open_run(run.path)
+        _work(run, words)
+    except SystemExit as e:
+        if not e.code or result.current().ending == "stopped":
+            return _done()
+        print(e.code if isinstance(e.code, str) else f"the script ended with exit code {e.code}", file=sys.stderr)
+        return result.current().failed(e)
+    except BaseException as e:  # the process's edge: whatever it is, it must be on record before the rank is gone
+        sys.excepthook(type(e), e, e.__traceback__)
+        if isinstance(e, ClusterTrainError):
+            print(f"clustertrain: {e}", file=sys.stderr)
+        return result.current().failed(e)
+    return _done()
+
+
+def _done() -> int:
+    from clustertrain.train import result
+
+    if result.current().ending is None:  # a script that opened no session
+        result.current().completed()
+    return EXIT_DONE if result.current().ending != "failed" else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A Llama-style decoder: RMSNorm, rotary embeddings, SwiGLU, grouped-query attention, scaled-dot-product attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clustertrain.spec.recipe import ModelSpec
+
+
+class RotaryTable:
+    """Cosines and sines of the rotary embedding, made when first needed: not a buffer, so that a model built on the
+    meta device needs no second initialisation and a checkpoint does not hold what a formula gives."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two fp32 tables of shape (length, head_dim / 2)."""
+        if self._cached is None or self._cached[0].shape[0] < length or self._cached[0].device != device:
+            exponent = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float32) / self._head_dim
+            angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), self._theta**-exponent)
+            self._cached = angles.cos(), angles.sin()
+        cos, sin = self._cached
+        return cos[:length], sin[:length]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn pairs (i, i + head_dim/2) of ``x`` (batch, heads, length, head_dim) by their position's angle, in fp32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, table: RotaryTable) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = spec.heads, spec.kv_heads
+        self.head_dim = spec.dim // spec.heads
+        self.table = table
+        self.q = nn.Linear(spec.dim, spec.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(spec.heads * self.head_dim, spec.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        cos, sin = self.table.get(length, x.device)
+        q = rotate(self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2), cos, sin)
+        k = rotate(self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2), cos, sin)
+        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.dim, spec.hidden, bias=False)
+        self.up = nn.Linear(spec.dim, spec.hidden, bias=False)
+        self.down = nn.Linear(spec.hidden, spec.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, table: RotaryTable) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.attention = Attention(spec, table)
+        self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.ffn = FeedForward(spec)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        out: torch.Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return out
+
+
+class Decoder(nn.Module):
+    """Token ids (batch, length) to logits (batch, length, vocab_size)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
+        self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        self.dropout = nn.Dropout(spec.dropout)
+        self.layers = nn.ModuleList(Block(spec, table) for _ in range(spec.layers))
+        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        # Tied through the function and not by one parameter under two names, which building on meta would untie.
+        logits: torch.Tensor = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        return logits
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill the whole parameter ``name``: ones for norms, else normal with deviation 0.02, smaller by the depth for
+        what writes to the residual stream, so that its variance does not grow with the number of layers."""
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+            return
+        residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+        deviation = 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
+        tensor.normal_(0.0, deviation, generator=generator)

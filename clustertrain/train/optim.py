@@ -1,0 +1,45 @@
+"""AdamW with weight decay where it belongs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from clustertrain.spec.recipe import OptimSpec
+
+# By module type and not by name: a norm is a norm whatever it is called.
+_NO_DECAY_MODULES = (
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two parameter groups: matrices with decay, norms, biases and embeddings without. A parameter that several modules
+    share goes without as soon as one of them says so."""
+    without: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if isinstance(module, _NO_DECAY_MODULES) or name == "bias" or name.endswith("_bias"):
+                without[id(p)] = p
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in params if id(p) not in without], "weight_decay": weight_decay},
+        {"params": [p for p in params if id(p) in without], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def adamw(model: nn.Module, spec: OptimSpec, device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        decay_groups(model, spec.weight_decay),
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        fused=device.type == "cuda",
+        foreach=None if device.type == "cuda" else True,
+    )

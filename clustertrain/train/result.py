@@ -1,0 +1,105 @@
+"""How a rank ended: ``rank-<r>.json`` in the node-local rank folder, read by the node's agent."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from clustertrain import fsio, settings
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, EnvironmentNotFit
+
+Ending = Literal["completed", "stopped", "failed"]
+Kind = Literal["user_error", "communication", "out_of_memory", "environment"]
+
+# gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
+_COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "timed out waiting")
+_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What sort of failure it is, for the decision about a requeue."""
+    words = str(error).lower()
+    if isinstance(error, (EnvironmentNotFit, CheckpointError)):
+        return "environment"
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        return "environment"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out_of_memory"
+    if isinstance(error, dist.DistError):
+        return "communication"
+    if isinstance(error, RuntimeError):
+        if any(w in words for w in _MEMORY):
+            return "out_of_memory"
+        if any(w in words for w in _COMMUNICATION):
+            return "communication"
+    return "user_error"
+
+
+def exit_code_of(error: BaseException) -> int:
+    code = error.exit_code if isinstance(error, ClusterTrainError) else EXIT_FAILED
+    return code if code == EXIT_CONFIG else EXIT_FAILED
+
+
+class RankResult:
+    """The record of this rank, rewritten as it becomes known. Without a rank folder nothing is written."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        folder = environ.get(settings.RANK_DIR)
+        self._rank = int(environ.get("RANK", "0"))
+        self._local_rank = int(environ.get("LOCAL_RANK", "0"))
+        self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
+        self.ending: Ending | None = None
+        self.step = 0
+        self.committed_step: int | None = None
+
+    def completed(self) -> None:
+        self._write("completed")
+
+    def stopped(self) -> None:
+        self._write("stopped")
+
+    def failed(self, error: BaseException) -> int:
+        """Record ``error``; returns the exit code that goes with it."""
+        code = exit_code_of(error)
+        told = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error))[-16_384:],
+        }
+        self._write("failed", exit_code=code, kind=kind_of(error), error=told)
+        return code
+
+    def _write(
+        self, ending: Ending, exit_code: int = 0, kind: Kind | None = None, error: dict[str, Any] | None = None
+    ) -> None:
+        self.ending = ending
+        if self._path is None:
+            return
+        fsio.write_json(
+            self._path,
+            {
+                "rank": self._rank,
+                "local_rank": self._local_rank,
+                "ending": ending,
+                "step": self.step,
+                "committed_step": self.committed_step,
+                "exit_code": exit_code,
+                "kind": kind,
+                "error": error,
+            },
+        )
+
+
+@functools.cache
+def current() -> RankResult:
+    """The record of this process: the session fills it in, and what runs the script has the last word."""
+    return RankResult()

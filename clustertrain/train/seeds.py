@@ -1,0 +1,46 @@
+"""One seed for everything random, and the state of every generator of this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, *words: object) -> int:
+    """A 63-bit seed from ``seed`` and what it is for; the same on every machine."""
+    text = "/".join(map(str, (seed, *words)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Python, numpy and torch on the CPU and on every GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of this rank's generators, as tensors, arrays and plain data."""
+    version, words, gauss = random.getstate()
+    state = {
+        "python": [version, np.array(words, dtype=np.uint32), gauss],
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """The reverse of :func:`capture`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(w) for w in words), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

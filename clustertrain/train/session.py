@@ -1,0 +1,309 @@
+"""``clustertrain.session()``: what a training script needs to run on any number of ranks and survive being stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clustertrain import clock
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from clustertrain.run.events import EventLog
+from clustertrain.train import context as environment
+from clustertrain.train import mesh, result, seeds
+from clustertrain.train.data import Loader, MapStyle
+from clustertrain.train.metrics import Metrics, Scalar
+from clustertrain.train.parallelize import autocast, clip_grad_norm, parallelize, synchronise_gradients
+from clustertrain.train.stop import StopAgreement, StopFlag
+
+DEFAULT_SEED = 1
+
+
+def session(
+    *,
+    checkpoint_dir: str | Path | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+) -> Session:
+    """A :class:`Session`, to be used in a ``with`` statement.
+
+    Args:
+        checkpoint_dir: where checkpoints go; default: the run's own folder, and outside a run nowhere.
+        seed: default: the recipe's, else 1.
+        device: ``cpu`` or ``cuda``; default: the plan's, else cuda where there is one.
+        timeout_s: how long one collective may take, and so how long a dead peer can hold a rank.
+
+    Raises (on entering):
+        ConfigError: plan and ranks do not fit each other.
+        EnvironmentNotFit: cuda was asked for and cannot be used.
+    """
+    folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
+    return Session(folder, seed, device, timeout_s)
+
+
+class Session:
+    """One rank of a training run. Attributes: ``rank``, ``local_rank``, ``world_size``, ``is_main``, ``device``,
+    ``mesh`` (None for one process), ``seed``, ``step`` (optimizer steps done), ``tokens_per_step`` (set it to have
+    ``tokens_per_s`` reported)."""
+
+    def __init__(self, checkpoint_dir: Path | None, seed: int | None, device: str | None, timeout_s: float) -> None:
+        self._checkpoint_dir = checkpoint_dir
+        self._asked_seed = seed
+        self._asked_device = device
+        self._timeout_s = timeout_s
+        self.step = 0
+        self.tokens_per_step = 0
+        self._logged: dict[str, Scalar] = {}
+        self._loaders: list[Loader] = []
+        self._apart_s = 0.0  # spent since the step began on what is not the step itself
+
+    # -- opening and closing
+
+    def __enter__(self) -> Session:
+        self._context = context = environment.of_environment(device=self._asked_device)
+        self._result = result.current()
+        self._flag = StopFlag(context.rank_dir)
+        self._flag.install()
+        self._threads = mesh.choose_threads(context.local_world_size)
+        torch.set_num_threads(self._threads)
+        self._groups = mesh.open_groups(context, self._timeout_s)
+        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop)
+        self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
+        self.is_main = context.rank == 0
+        self.device = context.device
+        self.mesh = self._groups.mesh
+        recipe_seed = context.spec.recipe.train.seed if context.spec else DEFAULT_SEED
+        self.seed = recipe_seed if self._asked_seed is None else self._asked_seed
+        seeds.seed_all(self.seed)  # the same on all ranks, so that a model built now is
+        recording = self.is_main and context.run is not None and context.attempt is not None
+        self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
+        self._metrics = Metrics(
+            context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None,
+            context.spec.recipe.train.log_every if context.spec else 0,
+        )
+        self._event(
+            "session_started",
+            world_size=self.world_size,
+            device=self.device.type,
+            strategy=context.layout.strategy,
+            threads=self._threads,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for loader in self._loaders:
+            loader.close()
+        leaving = error is None or (isinstance(error, SystemExit) and not error.code)
+        try:
+            if leaving:
+                self._metrics.close()
+                if self._result.ending != "stopped":
+                    self._agreement.drain()
+                    self._barrier()
+                    self._result.completed()
+                mesh.close_groups()
+            elif self._flag and error is not None and result.kind_of(error) == "communication":
+                # A peer has left before the step at which all would have stopped; the newest checkpoint stands.
+                self._result.stopped()
+                raise SystemExit(EXIT_DONE) from error
+            elif error is not None and self._result.ending != "stopped":
+                self._result.failed(error)
+        finally:
+            # Without taking the groups down after a failure: that may wait for peers which are gone.
+            self._metrics.close()
+            if self._events is not None:
+                self._events.close()
+            self._flag.uninstall()
+
+    def _barrier(self) -> None:
+        if self._groups.stop is not None:
+            dist.barrier(group=self._groups.stop)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        if self._events is not None:
+            self._events.write(name, **fields)
+
+    # -- for the script
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it.
+
+        A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``.
+        """
+        return parallelize(model, self._context, self.mesh, self.seed)
+
+    def loader(
+        self, dataset: MapStyle, *, global_batch: int, micro_batch: int | None = None, workers: int = 0
+    ) -> Loader:
+        """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. With
+        ``micro_batch`` an item is a list of micro-batches. Put it into the state.
+
+        Raises:
+            ConfigError: ``global_batch`` does not divide over the ranks.
+        """
+        made = Loader(
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            workers=workers,
+            seed=self.seed,
+            rank=self.rank,
+            ranks=self._context.layout.data_parallel,
+            device=self.device,
+        )
+        self._loaders.append(made)
+        return made
+
+    def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
+        """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
+        for i, micro_batch in enumerate(micro_batches):
+            with synchronise_gradients(model, last=i == len(micro_batches) - 1):
+                yield micro_batch
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around the forward pass: the plan's precision."""
+        return autocast(self._context)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the global gradient norm (0: do not) and return what it was, without a device sync."""
+        return clip_grad_norm(model, max_norm)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of a tensor over all ranks, on the device and without a host sync."""
+        value = value.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
+    def log(self, **scalars: Scalar) -> None:
+        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later."""
+        self._logged.update(scalars)
+
+    def poll(self) -> bool:
+        """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
+        on all ranks, and leave that work when it is true: :meth:`steps` then saves and ends the process."""
+        return self._agreement.poll()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank alone has been told to stop. Not agreed, so no reason to leave a collective."""
+        return bool(self._flag)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation: its time is reported apart from the steps'."""
+        started = clock.monotonic()
+        try:
+            yield
+        finally:
+            eval_s = clock.monotonic() - started
+            self._apart_s += eval_s
+            self._event("evaluation", step=self.step, eval_s=eval_s)
+
+    def steps(
+        self, total: int, state: dict[str, Any] | None = None, checkpoint_every: int | None = None, keep: int = 3
+    ) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, 0 to ``total - 1``.
+
+        Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved every
+        ``checkpoint_every`` steps and at the end. When the ranks are told to stop, all leave at the same step: they
+        save, and the process ends by SystemExit (0 in a run, 75 outside one).
+
+        Args:
+            state: modules, optimizers, anything with state_dict and load_state_dict, plain data (replaced in the dict).
+            keep: the newest checkpoints to keep.
+
+        Raises:
+            CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
+        """
+        if total < 0 or (checkpoint_every is not None and checkpoint_every < 1):
+            raise UsageError(f"steps(total={total}, checkpoint_every={checkpoint_every}): must be positive")
+        state = state if state is not None else {}
+        manager = self._open_checkpoints(keep)
+        first = self.step = self._restore(manager, state)
+        while True:
+            stop = self.step < total and self.poll()
+            due = checkpoint_every is not None and self.step % checkpoint_every == 0
+            if stop:
+                self._event("stop_agreed", step=self.step)
+            if manager is not None and self.step > first and (stop or due or self.step == total):
+                self._save(manager, state, final=stop or self.step == total)
+            if stop:
+                self._leave()
+            if self.step >= total:
+                return
+            yield from self._one_step(first)
+
+    def _one_step(self, first: int) -> Iterator[int]:
+        self._logged, self._apart_s = {}, 0.0
+        for loader in self._loaders:
+            loader.wait_s = 0.0
+        started = clock.monotonic()
+        yield self.step
+        step_s = clock.monotonic() - started - self._apart_s
+        self.step += 1
+        self._result.step = self.step
+        plain: dict[str, Any] = {"step": self.step, "t": clock.now(), "step_s": step_s}
+        if self.tokens_per_step:
+            plain["tokens_per_s"] = self.tokens_per_step / step_s
+        if self._loaders:
+            plain["data_wait_s"] = sum(loader.wait_s for loader in self._loaders)
+        self._metrics.put(plain, self._logged)
+        if self.step == first + 1:
+            self._event("first_step", step=self.step)
+
+    # -- checkpoints and stopping
+
+    def _open_checkpoints(self, keep: int) -> CheckpointManager | None:
+        context = self._context
+        folder = self._checkpoint_dir or (context.run.checkpoints if context.run else None)
+        if folder is None:
+            return None
+        layout = {f: getattr(context.layout, f) for f in context.layout.__struct_fields__}
+        attempt = str(context.attempt.n) if context.attempt else "local"
+        return CheckpointManager(folder, Ranks(self._groups.checkpoint), attempt=attempt, layout=layout, keep=keep)
+
+    def _restore(self, manager: CheckpointManager | None, state: dict[str, Any]) -> int:
+        restored = manager.restore(state) if manager is not None else None
+        step = restored.step if restored else 0
+        if restored is not None:
+            self._result.step = self._result.committed_step = step
+            self._event(
+                "restored",
+                step=step,
+                path=str(restored.path),
+                restore_s=restored.restore_s,
+                skipped=restored.skipped,
+            )
+        if restored is not None and restored.rank_state is not None:
+            self._threads = restored.rank_state["threads"]
+            torch.set_num_threads(self._threads)
+            seeds.restore(restored.rank_state["random"], self.device)
+        else:
+            seeds.seed_all(seeds.derive(self.seed, "rank", step, self.rank))
+        return step
+
+    def _save(self, manager: CheckpointManager, state: dict[str, Any], *, final: bool) -> None:
+        self._metrics.drain(wait=True)
+        rank_state = {"random": seeds.capture(self.device), "threads": self._threads}
+        saved = manager.save(self.step, state, rank_state)
+        self._result.committed_step = self.step
+        self._event("checkpoint", step=self.step, save_s=saved.save_s, bytes=saved.bytes, final=final)
+
+    def _leave(self) -> None:
+        self._metrics.close()
+        self._result.stopped()
+        self._barrier()
+        raise SystemExit(EXIT_DONE if self._context.run is not None else EXIT_STOPPED)

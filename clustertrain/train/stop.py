@@ -1,0 +1,95 @@
+"""All ranks stop at the same step, whichever of them is told to, with no device synchronisation.
+
+At boundary k each rank posts an asynchronous MAX all-reduce of its own flag on a private gloo group, and waits for the
+one posted at boundary k-1, which has had a whole step to complete. Where that one is set, all ranks see it at the same
+k; they wait for k's own, so that nothing is left in flight, and stop. The group's timeout is the deadline. The first
+boundary waits for its own, so that a rank told to stop while it was starting does not do a step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopFlag:
+    """Whether this rank was told to stop: by a signal, or by the file ``stop`` that the node's agent writes."""
+
+    def __init__(self, rank_dir: Path | None) -> None:
+        self._file = rank_dir / "stop" if rank_dir else None
+        self._set = False
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Handlers that set the flag and nothing else. Children get the default back at exec, since a handler, unlike
+        SIG_IGN, is not inherited through it."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._on_signal) for s in SIGNALS}
+
+    def uninstall(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._set = True
+
+    def __bool__(self) -> bool:
+        if not self._set and self._file is not None:
+            self._set = self._file.exists()
+        return self._set
+
+
+class StopAgreement:
+    """Boundaries that all ranks pass in the same order; :meth:`poll` is collective."""
+
+    def __init__(self, told: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
+        self._told = told
+        self._group = group
+        self._posted: tuple[dist.Work, torch.Tensor] | None = None
+        self._first = True
+        self.agreed = False
+
+    def poll(self) -> bool:
+        """True from the boundary on at which all ranks stop."""
+        if self.agreed:
+            return True
+        if self._group is None:
+            self.agreed = self._told()
+            return self.agreed
+        if self._first:
+            self._first = False
+            self.agreed = self._outcome(self._post())
+            return self.agreed
+        before, self._posted = self._posted, self._post()
+        if before is not None and self._outcome(before):
+            self.drain()
+            self.agreed = True
+        return self.agreed
+
+    def _post(self) -> tuple[dist.Work, torch.Tensor]:
+        flag = torch.tensor([int(self._told())], dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work, flag
+
+    @staticmethod
+    def _outcome(posted: tuple[dist.Work, torch.Tensor]) -> bool:
+        work, flag = posted
+        work.wait()
+        return bool(flag.item())
+
+    def drain(self) -> None:
+        """Wait for what is in flight, so that the group can be closed."""
+        if self._posted is not None:
+            self._outcome(self._posted)
+            self._posted = None

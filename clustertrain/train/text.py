@@ -1,0 +1,66 @@
+"""Byte-level text: the built-in trainer's data set."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.recipe import DataSpec
+
+STDLIB = "stdlib"
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+def files(spec: DataSpec) -> list[Path]:
+    """The files of the corpus, sorted by their path relative to its folder: no filesystem's own order.
+
+    Raises:
+        ConfigError: the path is missing or nothing in it fits the pattern.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if spec.path == STDLIB else Path(spec.path).expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise ConfigError(f"data.path = {spec.path!r}: no such file or folder", fix="every node must see it")
+    found = [p for p in root.rglob(spec.pattern) if not _NOT_STDLIB & set(p.relative_to(root).parts) and p.is_file()]
+    if not found:
+        raise ConfigError(f"data.path = {spec.path!r}: no file fits data.pattern = {spec.pattern!r}")
+    return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _chunks(spec: DataSpec) -> Iterator[bytes]:
+    left = spec.max_bytes
+    for path in files(spec):
+        data = path.read_bytes()[:left]
+        left -= len(data)
+        yield data
+        if left <= 0:
+            return
+
+
+class ByteText(Dataset[torch.Tensor]):
+    """Sample i is bytes ``i * seq_len`` to ``(i + 1) * seq_len + 1`` as int64 ids; the last is the target of the one
+    before it."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        """Raises ConfigError when the corpus is shorter than one sample."""
+        self._seq_len = spec.seq_len
+        self._bytes = np.frombuffer(b"".join(_chunks(spec)), dtype=np.uint8)
+        if len(self) < 1:
+            raise ConfigError(
+                f"data.path = {spec.path!r}: {self._bytes.size} bytes are less than one sample of {spec.seq_len + 1}",
+                fix="lower data.seq_len or give more text",
+            )
+
+    def __len__(self) -> int:
+        return int(max(0, self._bytes.size - 1) // self._seq_len)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        start = i * self._seq_len
+        return torch.from_numpy(self._bytes[start : start + self._seq_len + 1].astype(np.int64))
