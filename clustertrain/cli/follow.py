@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -81,9 +82,9 @@ def _follow(run: RunDir) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from clustertrain.launch.look import look
-    from clustertrain.report.terminal import console
+    from clustertrain.report.terminal import make_console
 
-    out = console(stderr=True)
+    out = make_console(sys.stderr)
     news = _News(run)
     seen = look(run)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

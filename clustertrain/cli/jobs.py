@@ -39,9 +39,9 @@ def list_(limit: int, as_json: bool) -> None:
         print_json([status_json(x) for x in looks])
         return
     from clustertrain.report.status import runs_table
-    from clustertrain.report.terminal import console
+    from clustertrain.report.terminal import emit, make_console
 
-    console().print(runs_table(looks))
+    emit(make_console(), runs_table(looks))
 
 
 @click.command()
@@ -56,9 +56,10 @@ def status(name: str, as_json: bool) -> None:
         print_json(status_json(seen))
         return
     from clustertrain.report.status import render
-    from clustertrain.report.terminal import console
+    from clustertrain.report.terminal import emit, glyphs, make_console
 
-    console().print(render(seen))
+    out = make_console()
+    emit(out, render(seen, glyphs(out)))
 
 
 def status_json(seen: Any) -> dict[str, Any]:

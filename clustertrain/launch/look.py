@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -16,6 +17,7 @@ from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
+from clustertrain.spec.job import BackendName
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Look:
 def backend_of(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
     submitted = events.last(events.of_run(run), "submitted")
-    return backend_named(str(submitted["backend"]) if submitted else load_spec(run).job.backend)
+    named = submitted["backend"] if submitted else load_spec(run).job.backend
+    return backend_named(cast("BackendName", named))
 
 
 def job_of(run: RunDir, history: Sequence[Attempt]) -> str | None:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain.report.terminal import Glyphs, duration, meter
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.goodput import PARTS, Goodput
 
@@ -44,19 +45,6 @@ def styled(word: str) -> Text:
     return Text(word, style=STYLE.get(word, "red"))
 
 
-def duration(seconds: float) -> str:
-    """As 1.2s, 45s, 3m12s, 2h05m, 3d04h."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    if seconds < 60:
-        return f"{seconds:.0f}s"
-    minutes, s = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{s:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
-
-
 def local_time(t: float | None) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(t)) if t else "-"
 
@@ -72,7 +60,7 @@ def steps_of(seen: Look) -> str:
     return f"{seen.step}/{seen.total_steps}" if seen.total_steps else str(seen.step)
 
 
-def render(seen: Look) -> RenderableType:
+def render(seen: Look, signs: Glyphs) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row("run", Text(seen.run.id, style="bold"))
     head.add_row("state", styled(seen.state))
@@ -87,7 +75,7 @@ def render(seen: Look) -> RenderableType:
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    return Group(head, Text(), _attempts(seen), Text(), _goodput(seen.goodput))
+    return Group(head, Text(), _attempts(seen), Text(), _goodput(seen.goodput, signs))
 
 
 def _attempts(seen: Look) -> RenderableType:
@@ -105,7 +93,7 @@ def _attempts(seen: Look) -> RenderableType:
     for a in seen.history:
         ran = duration((a.end or now) - a.start) if a.start else "-"
         steps = (
-            f"{a.first_step if a.first_step is not None else '-'} → {a.last_step if a.last_step is not None else '-'}"
+            f"{a.first_step if a.first_step is not None else '-'} to {a.last_step if a.last_step is not None else '-'}"
         )
         nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 2 else " ".join(a.nodes)
         ending = styled(attempt_state(a, seen))
@@ -113,7 +101,7 @@ def _attempts(seen: Look) -> RenderableType:
     return table
 
 
-def _goodput(parts: Goodput) -> RenderableType:
+def _goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("part")
     table.add_column("time", justify="right")
@@ -125,9 +113,7 @@ def _goodput(parts: Goodput) -> RenderableType:
             continue
         share = seconds / parts.wall_s if parts.wall_s else 0.0
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
-        table.add_row(
-            _PART_WORDS[name], duration(seconds), f"{share:.0%}", Text("█" * round(share * METER), style=style)
-        )
+        table.add_row(_PART_WORDS[name], duration(seconds), f"{share:.0%}", meter(share, METER, style, signs))
     table.add_row("wall time", duration(parts.wall_s), "", "")
     return Group(Text(f"Where the time went (goodput {parts.ratio:.0%})", style="bold"), table)
 
