@@ -27,7 +27,13 @@ def render(summary: Summary, width: int, signs: Glyphs = terminal.UNICODE) -> li
     """The report's parts in order, for a terminal of ``width`` columns."""
     parts: list[RenderableType] = [_head(summary, signs)]
     if summary.gpus:
-        parts += ["", _overall(summary, width, signs), "", _gpu_table(summary, width, signs)]
+        parts += [
+            "",
+            _overall(summary, width, signs),
+            _power(summary.gpus, signs),
+            "",
+            _gpu_table(summary, width, signs),
+        ]
     if summary.hosts:
         parts += ["", _host_table(summary.hosts, width, signs)]
     if summary.notes:
@@ -40,13 +46,11 @@ def _head(summary: Summary, signs: Glyphs) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     jobs = list(dict.fromkeys(a.job_id for a in summary.attempts if a.job_id))
-    count = len(summary.attempts)
-    about = f"{count} attempt{'s' * (count != 1)}" + (f"{signs.dot}job {', '.join(jobs)}" if jobs else "")
+    about = _count(len(summary.attempts), "attempt") + (f"{signs.dot}job {', '.join(jobs)}" if jobs else "")
     table.add_row(Text("Run", style="bold"), f"{summary.run}{signs.dot}{about}")
     names = sorted({g.name for g in summary.gpus if g.name})
-    nodes = len(summary.hosts)
-    on = f"{nodes} node{'s' * (nodes != 1)}{signs.dot}"
-    gpus = f"{len(summary.gpus)} GPUs allocated" if summary.gpus else "no GPU figures"
+    on = f"{_count(len(summary.hosts), 'node')}{signs.dot}"
+    gpus = f"{_count(len(summary.gpus), 'GPU')} allocated" if summary.gpus else "no GPU figures"
     table.add_row(Text("Where", style="bold"), on + gpus + (f"{signs.dot}{', '.join(names)}" if names else ""))
     start, end = summary.window.start, summary.window.end
     if start is not None and end is not None:
@@ -59,6 +63,10 @@ def _head(summary: Summary, signs: Glyphs) -> Table:
         style = "" if summary.coverage >= 0.9 else "bold yellow"
         table.add_row(Text("Coverage", style="bold"), Text(text, style=style))
     return table
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _length(start: float | None, end: float | None) -> float:
@@ -89,7 +97,7 @@ def _overall(summary: Summary, width: int, signs: Glyphs) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    cells = min(50, width - 52)
+    cells = min(50, width - 39)
     use = _mean([_mean_of(g.utilization) for g in summary.gpus])
     used = sum(1 for g in summary.gpus if g.utilization and g.utilization.max > 0)
     known = sum(1 for g in summary.gpus if g.utilization)
@@ -108,17 +116,16 @@ def _overall(summary: Summary, width: int, signs: Glyphs) -> Table:
         Text(percent(memory, signs), style="bold"),
         "at its peak",
     )
-    table.add_row(Text("GPU power", style="bold"), *_power(summary.gpus, signs))
     return table
 
 
-def _power(gpus: Sequence[GpuSummary], signs: Glyphs) -> tuple[str, str, str]:
-    """One row's cells: mean of all, nothing, total energy."""
+def _power(gpus: Sequence[GpuSummary], signs: Glyphs) -> Text:
     watts = _mean([_mean_of(g.power_w) for g in gpus])
     joules = [g.energy_j for g in gpus if g.energy_j is not None]
     total = terminal.energy(sum(joules) if joules else None, signs)
     missing = f" on {len(joules)} of {len(gpus)}" if 0 < len(joules) < len(gpus) else ""
-    return f"{terminal.number(watts, signs)} W a GPU on average{signs.dot}{total}{missing}", "", ""
+    text = f"{terminal.number(watts, signs)} W a GPU on average{signs.dot}{total}{missing}"
+    return Text.assemble(("GPU power        ", "bold"), text)
 
 
 def _gpu_table(summary: Summary, width: int, signs: Glyphs) -> Table:

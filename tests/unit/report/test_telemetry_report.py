@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from clustertrain.report import telemetry, terminal
+from clustertrain.telemetry.query import summarize
+from clustertrain.telemetry.store import Reason
+from clustertrain.telemetry.summary import Summary
+from tests.unit.telemetry.runs import T0, busy, event, gpu, new_attempt, new_run, record
+
+
+def printed(summary: Summary, width: int) -> str:
+    out = io.StringIO()
+    telemetry.show(summary, terminal.make_console(out, width))
+    return out.getvalue()
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> Summary:
+    """Two nodes, two attempts; one GPU idle, one without power, one lost."""
+    run = new_run(tmp_path)
+    for n in (1, 2):
+        attempt = new_attempt(run, n, str(40 + n), ["gpu-node-01", "gpu-node-02"])
+        for number, node in enumerate(attempt_nodes := ["gpu-node-01", "gpu-node-02"]):
+            gpus = [(gpu(i, node=node, ranks=[2 * number + i]), busy(0.8 - 0.8 * number * i)) for i in range(2)]
+            reasons = [Reason(0.0, 0, "power_w", "NOT_SUPPORTED: no")] if number else []
+            record(attempt, gpus, node=node, start=T0 + 1000 * n, seconds=600, reasons=reasons)
+        event(attempt, "gpu_lost", attempt_nodes[0], T0 + 1, uuid="GPU-gpu-node-01-1", index=1, reason="GPU_IS_LOST: x")
+    return summarize(run)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
+def test_it_fits_its_width(summary: Summary, width: int) -> None:
+    text = printed(summary, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text, "a cell was cut off"
+    assert "\x1b" not in text
+    assert "gpu-node-02" in text
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_what_it_says(summary: Summary, width: int) -> None:
+    text = printed(summary, width)
+    for expected in ("2 attempts · job 41, 42", "4 GPUs allocated", "unused", "3 of 4 used", "100.0%", "!! GPU 1 of"):
+        assert expected in text
+    assert ("UUID" in text) == (width == 160)
+
+
+def test_long_names_of_nodes_are_folded_and_not_cut(tmp_path: Path) -> None:
+    node = "an-unusually-long-name-of-a-node.cluster.example.org"
+    run = new_run(tmp_path)
+    record(new_attempt(run, nodes=[node]), [(gpu(0, node=node), busy())], node=node)
+    text = printed(summarize(run), 80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+
+
+def test_without_nvml(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [], nvml="LIBRARY_NOT_FOUND: no NVIDIA driver")
+    text = printed(summarize(run), 80)
+    assert "no GPU figures" in text
+    assert "LIBRARY_NOT_FOUND" in text
+    assert "25%" in text
+
+
+def test_without_anything(tmp_path: Path) -> None:
+    assert "nothing has been recorded yet" in printed(summarize(new_run(tmp_path)), 80)
+
+
+def test_many_notes_of_one_kind_are_counted(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    record(new_attempt(run), [(gpu(i), busy(0.0)) for i in range(8)])
+    text = printed(summarize(run), 80)
+    assert text.count("was not used") == 3
+    assert "and 5 more like these" in text

@@ -1,0 +1,30 @@
+"""Runs a sampler until a line comes in on standard input; tells its events on standard output as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from clustertrain.telemetry.sampler import Intervals, Sampler
+
+
+def tell(name: str, **fields: Any) -> None:
+    # One write: the sampler's thread and this one must not mix their lines.
+    sys.stdout.write(json.dumps({"event": name, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    quick = Intervals(processes_s=0.05, flush_s=0.02)
+    sampler = Sampler(Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, intervals=quick)
+    sampler.start()
+    tell("ready", gpus=sampler.gpus, nvml=sampler.nvml_reason)
+    sys.stdin.readline()
+    tell("stopped", clean=sampler.stop(30))
+
+
+if __name__ == "__main__":
+    main()

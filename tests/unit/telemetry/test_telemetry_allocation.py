@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from clustertrain.telemetry.allocation import find
+from clustertrain.telemetry.nvml import Device
+
+
+def node(count: int, *, minors: list[int | None] | None = None) -> list[Device]:
+    return [Device(f"GPU-{i}aaa-bbb", index=i, minor=(minors or list(range(count)))[i]) for i in range(count)]
+
+
+def chosen(environ: dict[str, str], devices: list[Device]) -> list[int | None]:
+    found = find(environ, devices).devices
+    assert all(d.reason is None for d in found)
+    return [d.index for d in found]
+
+
+def test_a_cgroup_hides_the_others_and_counts_anew() -> None:
+    """slurm-job-exporter#63: the job's numbers are the node's, NVML's indices the cgroup's."""
+    inside = node(2, minors=[4, 5])
+    assert chosen({"SLURM_STEP_GPUS": "4,5", "CUDA_VISIBLE_DEVICES": "0,1"}, inside) == [0, 1]
+    assert chosen({"SLURM_JOB_GPUS": "4,5"}, inside) == [0, 1]
+
+
+def test_the_minor_number_is_not_the_index() -> None:
+    """jobstats#34: boards where /dev/nvidia0 is not NVML's first."""
+    crossed = node(4, minors=[2, 3, 0, 1])
+    assert chosen({"SLURM_STEP_GPUS": "0,1"}, crossed) == [2, 3]
+
+
+@pytest.mark.parametrize("value", ["GPU-2aaa-bbb,GPU-0aaa-bbb", "GPU-2,GPU-0", "gpu-2aaa,gpu-0aaa"])
+def test_uuids_win_and_keep_their_order(value: str) -> None:
+    """slurm-operator#112: Slurm 25.11 names GPUs by UUID; CUDA takes shortened ones too."""
+    assert chosen({"CUDA_VISIBLE_DEVICES": value, "SLURM_STEP_GPUS": "1,3"}, node(4)) == [2, 0]
+
+
+def test_mig_slices_by_uuid() -> None:
+    devices = [
+        *node(2),
+        Device("MIG-1111", index=1, parent="GPU-1aaa-bbb"),
+        Device("MIG-2222", index=1, parent="GPU-1aaa-bbb"),
+    ]
+    found = find({"CUDA_VISIBLE_DEVICES": "MIG-2222"}, devices)
+    assert [d.uuid for d in found.devices] == ["MIG-2222"]
+    # A GPU in MIG mode cannot be allocated whole: with nothing said, its slices stand for it.
+    assert [d.uuid for d in find({}, devices).devices] == ["GPU-0aaa-bbb", "MIG-1111", "MIG-2222"]
+
+
+def test_the_step_comes_before_the_job() -> None:
+    """srun hands the batch host's SLURM_JOB_GPUS to every node."""
+    assert chosen({"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "2,3"}, node(4)) == [2, 3]
+
+
+def test_the_batch_hosts_numbers_on_another_node_that_constrains_devices() -> None:
+    assert chosen({"SLURM_JOB_GPUS": "0,1"}, node(2, minors=[6, 7])) == [0, 1]
+
+
+def test_without_minor_numbers_the_index_has_to_do() -> None:
+    found = find({"SLURM_STEP_GPUS": "1,3"}, node(4, minors=[None] * 4))
+    assert [d.index for d in found.devices] == [1, 3]
+    assert found.how == "SLURM_STEP_GPUS, by index"
+
+
+def test_ranges() -> None:
+    assert chosen({"SLURM_STEP_GPUS": "0-2,5"}, node(8)) == [0, 1, 2, 5]
+
+
+def test_indices_outside_slurm() -> None:
+    assert chosen({"CUDA_VISIBLE_DEVICES": "3,1"}, node(4)) == [3, 1]
+    # As many as there are, numbered as on the whole node.
+    assert chosen({"CUDA_VISIBLE_DEVICES": "4,5"}, node(2)) == [0, 1]
+
+
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+def test_no_device_is_visible(value: str) -> None:
+    assert find({"CUDA_VISIBLE_DEVICES": value}, node(4)).devices == []
+
+
+def test_nothing_set_takes_all() -> None:
+    assert chosen({}, node(3)) == [0, 1, 2]
+
+
+def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
+    found = find({"SLURM_STEP_GPUS": "0,1,2,3"}, node(3, minors=[0, 1, 3])).devices
+    assert [d.index for d in found] == [0, 1, None, 2]
+    assert found[2].uuid == "missing-minor-2"
+    assert "no device with minor 2" in str(found[2].reason)
+    (gone,) = find({"CUDA_VISIBLE_DEVICES": "GPU-9999"}, node(2)).devices
+    assert (gone.uuid, gone.reason) == ("GPU-9999", "NOT_FOUND: NVML does not list it")
+
+
+def test_a_shortened_uuid_that_fits_several() -> None:
+    (unclear,) = find({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
+    assert "2 devices begin so" in str(unclear.reason)

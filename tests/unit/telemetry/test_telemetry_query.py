@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clustertrain.errors import NotFound, UsageError
+from clustertrain.run.folder import RunDir
+from clustertrain.telemetry.query import summarize
+from clustertrain.telemetry.store import Reason
+from clustertrain.telemetry.summary import Summary
+from tests.unit.telemetry.runs import GIB, T0, Row, busy, event, gpu, new_attempt, new_run, record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return new_run(tmp_path)
+
+
+def codes(summary: Summary) -> list[str]:
+    return [n.code for n in summary.notes]
+
+
+def test_one_entry_for_every_allocated_gpu_on_all_nodes_over_all_attempts(run: RunDir) -> None:
+    first, second = new_attempt(run, 1, "10", ["n1", "n2"]), new_attempt(run, 2, "11", ["n1", "n3"])
+    for attempt, nodes, start in ((first, ("n1", "n2"), T0), (second, ("n1", "n3"), T0 + 500)):
+        for node in nodes:
+            record(attempt, [(gpu(i, node=node), busy(0.0 if i else 0.8)) for i in range(2)], node=node, start=start)
+    found = summarize(run)
+    assert [(g.node, g.index, g.attempts) for g in found.gpus] == [
+        ("n1", 0, [1, 2]),
+        ("n1", 1, [1, 2]),
+        ("n2", 0, [1]),
+        ("n2", 1, [1]),
+        ("n3", 0, [2]),
+        ("n3", 1, [2]),
+    ]
+    assert [h.node for h in found.hosts] == ["n1", "n2", "n3"]
+    assert found.job_id == "11"
+    assert [(a.n, a.job_id, a.nodes) for a in found.attempts] == [(1, "10", ["n1", "n2"]), (2, "11", ["n1", "n3"])]
+    assert (found.window.start, found.window.end) == (T0, T0 + 599)
+    assert found.coverage == 1.0
+    only = summarize(run, attempt=2)
+    assert {g.node for g in only.gpus} == {"n1", "n3"}
+    assert only.window.start == T0 + 500
+
+
+def test_figures_and_units(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), lambda s: [s / 100, s * GIB / 2, 100.0 + s, 40, 1500, 2619, 7.0 * s])])
+    (found,) = summarize(run).gpus
+    assert found.utilization is not None
+    assert found.memory_used_gib is not None
+    use = found.utilization
+    assert (use.mean, use.p5, use.p50, use.p95, use.max) == (0.495, 0.0495, 0.495, 0.9405, 0.99)
+    assert found.memory_used_gib.max == 49.5
+    assert found.memory_total_gib == 80.0
+    assert (found.energy_j, found.energy_source) == (7.0 * 99, "counter")
+    assert found.nulls == {}
+    assert found.timeline.step_s == 1.0
+    assert len(found.timeline.utilization) == 100
+    (host,) = summarize(run).hosts
+    assert host.cpu is not None
+    assert host.processes is not None
+    assert (host.cpu.mean, host.cpu_count, host.memory_total_gib) == (0.25, 96, 1024.0)
+    assert (host.processes.rss_gib.max, host.processes.count_max) == (92.0, 35)
+
+
+def test_the_json_has_the_documented_keys(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy(0.0))])
+    found = msgspec.json.decode(msgspec.json.encode(summarize(run)))
+    assert set(found) >= {"run", "job_id", "window", "coverage", "attempts", "gpus", "hosts", "notes"}
+    assert set(found["window"]) == {"start", "end"}
+    stats = {"mean", "p5", "p50", "p95", "max"}
+    (entry,) = found["gpus"]
+    for key in ("utilization", "memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz"):
+        assert set(entry[key]) == stats
+    assert set(entry) >= {"node", "uuid", "index", "name", "ranks", "memory_total_gib", "energy_j", "nulls"}
+    assert set(found["notes"][0]) == {"severity", "code", "text", "fix", "node", "uuid", "rank"}
+
+
+def test_a_field_that_failed_is_null_with_its_reason_and_the_notes_stay(run: RunDir) -> None:
+    def no_power(s: int) -> Row:
+        return [0.0, GIB, None, 40, None if s < 25 else 300, 2619, None]
+
+    reasons = [Reason(0.0, 0, f, "NOT_SUPPORTED: no") for f in ("power_w", "energy_j")]
+    record(new_attempt(run), [(gpu(0), no_power)], reasons=[*reasons, Reason(0.0, 0, "sm_clock_mhz", "TIMEOUT: slow")])
+    found = summarize(run)
+    (entry,) = found.gpus
+    assert (entry.power_w, entry.energy_j, entry.energy_source) == (None, None, None)
+    assert entry.nulls == {
+        "power_w": "NOT_SUPPORTED: no",
+        "energy_j": "NOT_SUPPORTED: no",
+        "sm_clock_mhz": "TIMEOUT: slow (25 of 100 samples)",
+    }
+    assert codes(found) == ["gpu_unused", "field_missing", "field_missing"]
+
+
+def test_energy_from_power_where_there_is_no_counter(run: RunDir) -> None:
+    def no_counter(s: int) -> Row:
+        return [0.8, GIB, 200.0, 40, 1500, 2619, None]
+
+    # A gap of 40 s in the middle: what was drawn then is not known, and not made up.
+    record(new_attempt(run), [(gpu(0), no_counter)], skip=lambda s: 30 <= s < 70)
+    (entry,) = summarize(run).gpus
+    assert (entry.energy_j, entry.energy_source) == (200.0 * (29 + 29), "power")
+
+
+def test_the_energy_counter_that_begins_anew(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), lambda s: [0.8, GIB, 10.0, 40, 1, 1, 1e6 + 10 * s if s < 50 else 10.0 * s])])
+    (entry,) = summarize(run).gpus
+    assert entry.energy_j == 10.0 * (49 + 49)
+
+
+def test_energy_adds_up_per_attempt(run: RunDir) -> None:
+    for n in (1, 2):
+        record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n)
+    (entry,) = summarize(run).gpus
+    assert entry.energy_j == 2 * 99 * 400.0
+
+
+def test_coverage_counts_what_the_agent_was_up_for(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy())], seconds=80, skip=lambda s: s >= 40 and s < 60, ended=99.5)
+    found = summarize(run)
+    assert found.coverage == 0.6
+    (entry,) = found.gpus
+    assert (entry.samples, entry.expected) == (60, 100)
+    assert codes(found) == ["low_coverage"]
+    assert "60% of its samples (60 of 100)" in found.notes[0].text
+
+
+def test_a_lost_gpu_lowers_the_coverage_and_is_a_note(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    reason = "GPU_IS_LOST: gone"
+    reasons = [Reason(50.0, 1, f, reason) for f in ("utilization", "power_w")]
+    record(attempt, [(gpu(0), busy()), (gpu(1), lambda s: busy()(s) if s < 50 else None)], reasons=reasons, ended=99.0)
+    event(attempt, "gpu_lost", "n1", T0 + 50, uuid="GPU-n1-1", index=1, reason=reason)
+    found = summarize(run)
+    assert found.coverage == 0.75
+    (note,) = (n for n in found.notes if n.code == "gpu_lost")
+    assert (note.severity, note.node, note.uuid, note.rank) == ("critical", "n1", "GPU-n1-1", 1)
+    assert note.text == "GPU 1 of n1 was lost (GPU_IS_LOST: gone)"
+    event(attempt, "gpu_back", "n1", T0 + 80, uuid="GPU-n1-1", index=1)
+    assert "lost for a while" in next(n.text for n in summarize(run).notes if n.code == "gpu_lost")
+
+
+@pytest.mark.parametrize(
+    ("utilization", "seconds", "severity"),
+    [(0.1, 100, "critical"), (0.4, 100, "warning"), (0.1, 30, "info"), (0.6, 100, None)],
+)
+def test_low_utilization(run: RunDir, utilization: float, seconds: int, severity: str | None) -> None:
+    record(new_attempt(run), [(gpu(0), busy(utilization))], seconds=seconds)
+    assert [n.severity for n in summarize(run).notes if n.code == "low_utilization"] == [severity] * bool(severity)
+
+
+def test_nearly_full_memory(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy(used_gib=78))])
+    found = summarize(run)
+    assert codes(found) == ["memory_nearly_full"]
+    assert "78.0 of 80.0 GiB" in found.notes[0].text
+
+
+def test_without_nvml_the_reason_is_told_and_the_host_stays(run: RunDir) -> None:
+    reason = "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
+    record(new_attempt(run), [], nvml=reason)
+    found = summarize(run)
+    assert found.gpus == []
+    assert found.hosts[0].nvml == reason
+    assert found.coverage == 1.0
+    assert codes(found) == ["no_nvml"]
+    assert reason in found.notes[0].text
+
+
+def test_a_node_whose_file_is_missing_counts_with_its_gpus(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    event(attempt, "agent_started", "n1", T0, gpus=[msgspec.to_builtins(gpu(0))])
+    event(attempt, "ranks_ended", "n1", T0 + 59.5, ending="failed", exit_code=1)
+    found = summarize(run)
+    (entry,) = found.gpus
+    assert (entry.uuid, entry.samples, entry.expected, entry.utilization) == ("GPU-n1-0", 0, 60, None)
+    assert entry.nulls["utilization"] == "no sample was recorded"
+    assert found.coverage == 0.0
+    assert codes(found) == ["no_telemetry"]
+
+
+def test_an_allocated_gpu_that_nvml_does_not_list(run: RunDir) -> None:
+    reason = "NOT_FOUND: NVML lists no device with minor 2"
+    missing = msgspec.structs.replace(gpu(2), uuid="missing-minor-2", index=None, name=None, reason=reason)
+    missing = msgspec.structs.replace(missing, memory_total_bytes=None)
+    record(new_attempt(run), [(gpu(0), busy()), (missing, lambda s: None)])
+    found = summarize(run)
+    assert [g.uuid for g in found.gpus] == ["GPU-n1-0", "missing-minor-2"]
+    assert found.gpus[1].nulls["memory_total_gib"] == reason
+    assert "gpu_missing" in codes(found)
+
+
+def test_a_run_without_telemetry(run: RunDir) -> None:
+    found = summarize(run)
+    assert (found.gpus, found.hosts, found.coverage, found.window.start) == ([], [], None, None)
+    assert codes(found) == ["no_telemetry"]
+    new_attempt(run)
+    assert [a.n for a in summarize(run).attempts] == [1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "uuids"),
+    [("1", ["GPU-n1-1", "GPU-n2-1"]), ("n2:1", ["GPU-n2-1"]), ("gpu-N1", ["GPU-n1-0", "GPU-n1-1"])],
+)
+def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
+    attempt = new_attempt(run)
+    for node in ("n1", "n2"):
+        record(attempt, [(gpu(i, node=node), busy()) for i in range(2)], node=node)
+    found = summarize(run, gpu=wanted)
+    assert [g.uuid for g in found.gpus] == uuids
+    assert {h.node for h in found.hosts} == {g.node for g in found.gpus}
+
+
+def test_what_cannot_be_chosen(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy())])
+    with pytest.raises(UsageError, match="no allocated GPU") as e:
+        summarize(run, gpu="n1:7")
+    assert e.value.fix == "give one of n1:0 (GPU-n1-0)"
+    with pytest.raises(NotFound, match="no attempt 3") as missing:
+        summarize(run, attempt=3)
+    assert missing.value.fix == "attempts so far: 1"
+
+
+def test_since_counts_from_the_newest_sample(run: RunDir) -> None:
+    record(new_attempt(run, 1), [(gpu(0), busy(0.1))])
+    record(new_attempt(run, 2), [(gpu(0), lambda s: busy(0.2 if s < 89.5 else 0.9)(s))], start=T0 + 1000)
+    (entry,) = summarize(run, since_s=9.5).gpus
+    assert entry.utilization is not None
+    assert (entry.samples, entry.expected, entry.utilization.mean, entry.attempts) == (10, 10, 0.9, [2])
+
+
+def test_two_samplers_in_one_attempt(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy(0.2))], seconds=50)
+    record(attempt, [(gpu(0), busy(0.6))], start=T0 + 200, seconds=50)
+    (entry,) = summarize(run).gpus
+    assert entry.utilization is not None
+    assert (entry.samples, entry.expected, entry.utilization.mean) == (100, 100, 0.4)
+
+
+def test_the_samplers_failure_is_a_note(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy())], ended=400)
+    event(attempt, "telemetry_failed", "n1", T0 + 100, reason="ValueError: a bug")
+    assert codes(summarize(run)) == ["low_coverage", "telemetry_failed"]

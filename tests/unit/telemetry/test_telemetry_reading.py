@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from clustertrain.telemetry.nvml import FIELDS, Device, NvmlError
+from clustertrain.telemetry.reading import GpuReader
+
+POWER = FIELDS.index("power_w")
+
+
+class FakeDoor:
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+        self.gone = False
+        self.calls: list[str] = []
+
+    def find(self, uuid: str) -> None:
+        if self.gone:
+            raise NvmlError("NOT_FOUND")
+
+    def holds(self, uuid: str) -> bool:
+        return not self.gone
+
+    def read(self, uuid: str, field: str) -> float:
+        self.calls.append(field)
+        if self.gone:
+            raise NvmlError("GPU_IS_LOST")
+        if field in self.errors:
+            raise NvmlError(self.errors[field])
+        return 7.0
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reader() -> tuple[GpuReader, FakeDoor, Time]:
+    door, time = FakeDoor(), Time()
+    return GpuReader(door, Device("GPU-a", index=0), time), door, time
+
+
+def values(gpu: GpuReader) -> list[float | None]:
+    found = gpu.read()
+    assert found is not None
+    return found
+
+
+def test_a_field_that_fails_is_none_with_its_reason_and_costs_the_others_nothing() -> None:
+    gpu, door, _ = reader()
+    door.errors["power_w"] = "NOT_SUPPORTED"
+    found = values(gpu)
+    assert found[POWER] is None
+    assert found.count(7.0) == len(FIELDS) - 1
+    assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not offer it"}
+
+
+def test_it_is_tried_again_ever_more_rarely_and_comes_back() -> None:
+    gpu, door, time = reader()
+    door.errors["power_w"] = "TIMEOUT"
+    tries = []
+    for second in range(100):
+        time.now = 1000.0 + second
+        before = door.calls.count("power_w")
+        values(gpu)
+        if door.calls.count("power_w") > before:
+            tries.append(second)
+    assert tries == [0, 2, 6, 14, 30, 62]
+    door.errors.clear()
+    time.now += 60
+    assert values(gpu)[POWER] == 7.0
+    assert gpu.reasons == {}
+
+
+def test_what_is_not_supported_is_asked_for_once_a_minute_at_most() -> None:
+    gpu, door, time = reader()
+    door.errors["power_w"] = "NOT_SUPPORTED"
+    for second in range(59):
+        time.now = 1000.0 + second
+        values(gpu)
+    assert door.calls.count("power_w") == 1
+
+
+def test_a_lost_gpu_and_its_return() -> None:
+    gpu, door, time = reader()
+    values(gpu)
+    door.gone = True
+    assert gpu.read() is None
+    assert str(gpu.lost).startswith("GPU_IS_LOST")
+    assert set(gpu.reasons) == set(FIELDS)
+    calls = len(door.calls)
+    time.now += 1
+    assert gpu.read() is None
+    assert len(door.calls) == calls, "a lost GPU is not asked at every sample"
+    door.gone = False
+    time.now += 5
+    assert values(gpu) == [7.0] * len(FIELDS)
+    assert (gpu.lost, gpu.reasons) == (None, {})
+
+
+def test_a_gpu_that_was_missing_from_the_start_is_lost() -> None:
+    gpu = GpuReader(FakeDoor(), Device("missing-minor-2", reason="NOT_FOUND: no such device"), Time())
+    assert gpu.read() is None
+    assert gpu.lost == "NOT_FOUND: no such device"
+
+
+def test_nvml_that_was_shut_down_asks_to_be_opened_again() -> None:
+    gpu, door, _ = reader()
+    door.errors["utilization"] = "UNINITIALIZED"
+    values(gpu)
+    assert gpu.session_dead
+    door.errors.clear()
+    gpu.reopened()
+    assert not gpu.session_dead
+    assert values(gpu) == [7.0] * len(FIELDS)
