@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -98,16 +97,32 @@ def _initialise(model: nn.Module, seed: int) -> None:
             part.local.copy_(whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.local.shape, strict=True))])
 
 
+class _SumOfParameters(nn.Module):
+    """Stands in for the model in one pass that reaches every parameter in the order of registration."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._summed = tuple(p for p in parameters if p.requires_grad)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([p.sum().float() for p in self._summed]).sum()
+
+
 def _replicate(model: nn.Module, context: RankContext) -> nn.Module:
-    # With find_unused_parameters=True DDP keeps its first buckets. Otherwise it rebuilds them after the first backward,
-    # so a resumed run sums in another order than one that went on: docs/decisions/0003-ddp-exact-resume.md.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP constructor")
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[context.device.index] if context.device.type == "cuda" else None,
-        find_unused_parameters=True,
         gradient_as_bucket_view=True,
     )
+    # DDP regroups its buckets once, by the order in which the first backward produced gradients, and so sums in another
+    # order from the second step on. A resumed run would have its "first step" elsewhere. This pass fixes the order for
+    # good before any real step: docs/decisions/0003-ddp-exact-resume.md.
+    wrapped.module = _SumOfParameters(model.parameters())
+    wrapped().backward()
+    wrapped.module = model
+    for p in model.parameters():
+        p.grad = None
+    return wrapped
 
 
 def synchronise_gradients(model: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.spec.recipe import DataSpec
 
 STDLIB = "stdlib"
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_NOT_CORPUS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 def files(spec: DataSpec) -> list[Path]:
@@ -28,7 +29,11 @@ def files(spec: DataSpec) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(f"data.path = {spec.path!r}: no such file or folder", fix="every node must see it")
-    found = [p for p in root.rglob(spec.pattern) if not _NOT_STDLIB & set(p.relative_to(root).parts) and p.is_file()]
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # Pruned while walking: a site-packages below the standard library can be larger than all of it.
+        subfolders[:] = [n for n in subfolders if n not in _NOT_CORPUS]
+        found += [p for n in names if (p := Path(folder, n)).match(spec.pattern)]
     if not found:
         raise ConfigError(f"data.path = {spec.path!r}: no file fits data.pattern = {spec.pattern!r}")
     return sorted(found, key=lambda p: p.relative_to(root).as_posix())

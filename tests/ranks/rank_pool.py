@@ -1,0 +1,179 @@
+"""Real ranks for tests: processes forked from one that has imported torch, with the environment an agent gives them.
+
+A fork takes 0.1 s where a new process takes several on busy cores. The fork server has run no torch operation, so no
+thread of OpenMP or autograd is lost in the fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch.distributed as dist
+
+from clustertrain import fsio
+from clustertrain.checkpoint import offline
+from clustertrain.run.folder import RunDir
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "clustertrain.train.loop"]
+)
+TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
+
+
+def write_plan(run: RunDir, strategy: str, ranks: int, *, global_batch: int = 16, micro_batch: int = 1) -> None:
+    layout = {
+        "strategy": strategy,
+        "dp_replicate": ranks if strategy == "ddp" else 1,
+        "dp_shard": ranks if strategy == "fsdp" else 1,
+    }
+    batch = {
+        "micro_batch": micro_batch,
+        "grad_accum": global_batch // ranks // micro_batch,
+        "global_batch": global_batch,
+    }
+    fsio.write_json(run.plan, {"layout": layout, "batch": batch, "precision": "fp32"})
+
+
+def make_run(
+    folder: Path,
+    strategy: str,
+    ranks: int,
+    *,
+    steps: int = 8,
+    every: int = 4,
+    keep: int = 3,
+    global_batch: int = 16,
+    micro_batch: int = 1,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+) -> RunDir:
+    """A run directory as submit leaves it."""
+    run = RunDir(folder)
+    (run.path / "attempts").mkdir(parents=True)
+    recipe = {
+        "model": {**TINY, **(model or {})},
+        "data": {"seq_len": 16, "max_bytes": 100_000, **(data or {})},
+        "train": {"steps": steps, "global_batch": global_batch},
+        "optim": {"lr": 3e-3},
+        "checkpoint": {"every": every, "keep": keep},
+    }
+    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+    write_plan(run, strategy, ranks, global_batch=global_batch, micro_batch=micro_batch)
+    return run
+
+
+class Ranks:
+    """One attempt's ranks on this machine."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        ranks: int,
+        attempt: int = 1,
+        *,
+        setup: Callable[..., None] | None = None,
+        args: tuple[Any, ...] = (),
+        argv: tuple[str, ...] = (),
+    ) -> None:
+        """``setup(*args)`` is called in each rank before it begins; it is where a test injects a fault."""
+        self.run, self.attempt = run, run.attempt(attempt)
+        self.attempt.path.mkdir(parents=True, exist_ok=True)
+        self.rank_dir = run.path.parent / f"ranks-{run.id}-{attempt}"
+        self.rank_dir.mkdir()
+        # As torchrun does: the store is the launcher's, so no port can be taken by somebody else in between.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "CLUSTERTRAIN_RUN_DIR": str(run.path),
+            "CLUSTERTRAIN_ATTEMPT": str(attempt),
+            "CLUSTERTRAIN_RANK_DIR": str(self.rank_dir),
+            "CLUSTERTRAIN_DEVICE": "cpu",
+            "CLUSTERTRAIN_NODE": "here",
+            "CLUSTERTRAIN_NODE_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self.processes = []
+        for rank in range(ranks):
+            environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = CONTEXT.Process(target=_begin, args=(environ, setup, args, argv))
+            process.start()
+            self.processes.append(process)
+
+    def tell_to_stop(self) -> None:
+        """What the agent does on a warning."""
+        (self.rank_dir / "stop").touch()
+
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
+        """Exit codes, by rank."""
+        for process in self.processes:
+            process.join(timeout_s)
+        hung = [r for r, p in enumerate(self.processes) if p.exitcode is None]
+        for rank in hung:
+            self.processes[rank].kill()
+        assert not hung, f"ranks {hung} hung:\n{self.logs()}"
+        return [int(p.exitcode or 0) for p in self.processes]
+
+    def expect(self, *codes: int) -> Ranks:
+        got = self.wait()
+        wanted = list(codes) * (len(got) if len(codes) == 1 else 1)
+        assert got == wanted, f"exit codes {got}, wanted {wanted}\n{self.logs()}"
+        return self
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(self.attempt.logs.glob("*.log")))
+
+    def results(self) -> list[dict[str, Any]]:
+        """The ranks' result records."""
+        found = sorted(self.rank_dir.glob("rank-*.json"), key=lambda p: int(p.stem.split("-")[1]))
+        return [json.loads(p.read_text()) for p in found]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in fsio.read_lines(self.attempt.events_of("rank-0")) if e["event"] == name]
+
+    def losses(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm by step."""
+        return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(self.run.metrics_of(self.attempt.n))}
+
+
+def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
+    os.environ.update(environ)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    from clustertrain.train.main import main
+
+    if setup is not None:
+        setup(*args)
+    sys.exit(main(list(argv)))
+
+
+def digest(run: RunDir, step: int | None = None) -> str:
+    return offline.digest(offline.find(run.checkpoints, step))
+
+
+def touch_stop_at(step: int, only_rank: int | None = None) -> None:
+    """Setup: the rank is told to stop while it does step ``step``; with ``only_rank`` by a signal to that one alone."""
+    from clustertrain.train.session import Session
+
+    original = Session.log
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        if self.step == step:
+            if only_rank is None:
+                Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
+            elif self.rank == only_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    Session.log = log  # type: ignore[method-assign]
