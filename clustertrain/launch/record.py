@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import importlib.metadata
 import os
-import platform
 import socket
 import sys
 from collections.abc import Sequence
@@ -29,9 +28,9 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
         "cwd": str(cwd),
         "argv": list(argv),
         "clustertrain": clustertrain.__version__,
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "executable": sys.executable,
-        "platform": platform.platform(),
+        "kernel": " ".join(os.uname()[i] for i in (0, 2, 4)),
         "packages": packages(),
         "git": git_state(repository) if repository is not None else None,
     }

@@ -63,8 +63,7 @@ def toplevel(folder: Path) -> Path | None:
 
 def root_of(script: Path) -> Path:
     """The folder that a snapshot for ``script`` copies."""
-    folder = script.parent.resolve()
-    return toplevel(folder) or folder
+    return toplevel(script.parent.resolve()) or script.parent.resolve()
 
 
 def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Path | None = None) -> Snapshot:
@@ -78,8 +77,10 @@ def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Pat
     """
     # The folder's real place, but not the script's: a link to a script elsewhere stays a name in this folder.
     script = script.parent.resolve() / script.name
-    root = root_of(script)
-    names = _names(root, script, without)
+    repository = toplevel(script.parent)
+    root = repository or script.parent
+    listed = _walk(root) if repository is None else _git_files(root, "")
+    names = _names(root, script, listed, without)
     entries = _describe(root, names)
     _check_size(root, entries, limit_mib)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -101,8 +102,7 @@ def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Pat
     )
 
 
-def _names(root: Path, script: Path, without: Path | None) -> list[str]:
-    listed = _git_files(root, "") if (root / ".git").exists() else _walk(root)
+def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None) -> list[str]:
     left_out = f"{without.resolve()}{os.sep}" if without is not None else None
     names: dict[str, None] = {str(script.relative_to(root)): None}  # also where it is ignored
     for name in listed:

@@ -86,8 +86,8 @@ def _check(prepared: Prepared) -> list[str]:
     job = prepared.spec.job
     if job.checkpoint_dir:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
-    # Rendered once without a run directory, for what only the script's text refuses.
-    render.job_script(_script_input(prepared, RunDir(folder.runs_folder() / "check"), prepared.spec, []))
+    if prepared.backend.name == "slurm":
+        render.directives(_script_input(prepared, RunDir(folder.runs_folder() / "unnamed"), prepared.spec, []))
     return [note for note in found if note]
 
 
@@ -95,9 +95,7 @@ def _take_code(request: SubmitRequest, prepared: Prepared, run: RunDir) -> Snaps
     script = prepared.spec.script
     if script is None:
         return None
-    return snapshot.take(
-        Path(script.path), run.code, limit_mib=request.snapshot_limit_mib, without=settings.home(request.environ)
-    )
+    return snapshot.take(Path(script.path), run.code, limit_mib=request.snapshot_limit_mib, without=settings.home())
 
 
 def _write(request: SubmitRequest, prepared: Prepared, run: RunDir, taken: Snapshot | None) -> None:

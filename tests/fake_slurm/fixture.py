@@ -1,0 +1,64 @@
+"""The fixture ``fake_slurm``, for conftest files to import."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Writes down its arguments, environment and the script it was given, then says what the test wants it to say.
+_COMMAND = """#!{python} -I
+import json, os, pathlib, sys
+folder = pathlib.Path({folder!r})
+name = pathlib.Path(sys.argv[0]).name
+script = pathlib.Path(sys.argv[-1]).read_text() if name == "sbatch" and "--version" not in sys.argv else ""
+calls = folder / (name + ".calls")
+with calls.open("a") as f:
+    f.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "script": script}}) + "\\n")
+answer = folder / (name + ".answer")
+say = json.loads(answer.read_text()) if answer.exists() and "--version" not in sys.argv else {{}}
+sys.stderr.write(say.get("stderr", ""))
+sys.stdout.write(say.get("stdout", "4711\\n" if name == "sbatch" else ""))
+sys.exit(say.get("rc", 0))
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    argv: list[str]
+    env: dict[str, str]
+    script: str
+
+
+@dataclass(frozen=True)
+class FakeSlurm:
+    folder: Path
+
+    def answers(self, command: str, *, stdout: str = "", stderr: str = "", rc: int = 0) -> None:
+        (self.folder / f"{command}.answer").write_text(json.dumps({"stdout": stdout, "stderr": stderr, "rc": rc}))
+
+    def calls(self, command: str) -> list[Call]:
+        """The calls of ``command``, without questions for its version."""
+        path = self.folder / f"{command}.calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [c for c in (Call(**json.loads(line)) for line in lines) if "--version" not in c.argv]
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """sbatch, squeue, scontrol, scancel and sacct that come first on PATH, and a CLUSTERTRAIN_HOME of the test's own."""
+    folder = tmp_path / "fake-slurm"
+    folder.mkdir()
+    for name in ("sbatch", "squeue", "scontrol", "scancel", "sacct"):
+        command = folder / name
+        command.write_text(_COMMAND.format(python=sys.executable, folder=str(folder)))
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    for name in ("CLUSTERTRAIN_CLUSTER", "CLUSTERTRAIN_CLUSTER_PATH", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return FakeSlurm(folder)

@@ -1,0 +1,3 @@
+from tests.fake_slurm.fixture import fake_slurm
+
+__all__ = ["fake_slurm"]

@@ -1,0 +1,80 @@
+"""The kind of a filesystem from mountinfo, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import filesystem
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - overlay overlay rw
+28 27 0:25 / /home rw,nosuid shared:1 - nfs4 server:/home rw
+29 28 0:26 / /home/with\\040space rw - lustre mds@tcp:/fs rw
+30 27 0:27 / /dev/shm rw - tmpfs tmpfs rw
+31 27 0:28 / /data rw - ext4 /dev/sda1 rw
+32 31 0:29 / /data rw master:2 - xfs /dev/sdb1 rw
+torn line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me/ct", "nfs4"),
+        ("/home", "nfs4"),
+        ("/homework", "overlay"),
+        ("/home/with space/ct", "lustre"),
+        ("/dev/shm/x", "tmpfs"),
+        ("/data/x", "xfs"),  # the later mount covers the earlier
+        ("/anything", "overlay"),
+    ],
+)
+def test_the_longest_mount_point_decides(path: str, kind: str) -> None:
+    assert filesystem.kind_of(Path(path), MOUNTS) == kind
+
+
+def of_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"27 1 254:0 / / rw - {kind} dev rw\n")
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", mounts)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "overlay"])
+def test_memory_and_containers_are_refused_for_slurm(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_kind(monkeypatch, tmp_path, kind)
+    with pytest.raises(ConfigError) as e:
+        filesystem.check(tmp_path / "new" / "home", "CLUSTERTRAIN_HOME", shared=True)
+    assert e.value.exit_code == 78
+    assert kind in str(e.value) and str(tmp_path / "new" / "home") in str(e.value)
+    assert filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=False) is None
+
+
+def test_a_local_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_kind(monkeypatch, tmp_path, "ext4")
+    assert "local disk (ext4)" in (filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=True) or "")
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.something", "new"])
+def test_network_filesystems_and_unknown_ones_pass(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_kind(monkeypatch, tmp_path, kind)
+    assert filesystem.check(tmp_path, "CLUSTERTRAIN_HOME", shared=True) is None
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not writable"):
+        filesystem.check(tmp_path / "file" / "home", "CLUSTERTRAIN_HOME", shared=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="not writable") as e:
+        filesystem.check(tmp_path / "home", "CLUSTERTRAIN_HOME", shared=False)
+    assert e.value.exit_code == 78

@@ -1,0 +1,149 @@
+"""The choice of a layout, its reasons and its JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.planner import Plan, flops_per_step, plan, require_fit
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+
+SMALL = ModelSpec()
+LARGE = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
+
+
+def spec(model: ModelSpec = SMALL, *, batch: int = 64, seq_len: int = 256, micro: int = 0, **job: Any) -> RunSpec:
+    recipe = Recipe(
+        model=model, data=DataSpec(seq_len=seq_len), train=TrainSpec(global_batch=batch, micro_batch=micro)
+    )  # fmt: skip
+    return RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, **job}), recipe=recipe)
+
+
+def chosen(request: RunSpec, device: str = "cuda", profile: ClusterProfile | None = None) -> Plan:
+    return plan(request, profile or ClusterProfile(), device)
+
+
+def test_one_rank_is_single() -> None:
+    for layout in ("auto", "ddp", "fsdp"):
+        made = chosen(spec(nodes=1, gpus=1, layout=layout))
+        assert made.layout.strategy == "single" and made.layout.world_size == 1
+
+
+def test_a_small_model_is_replicated_and_fsdp_is_rejected_with_a_number() -> None:
+    made = chosen(spec(gpu_type="h100"))
+    assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("ddp", 16, 1)
+    assert made.memory.capacity_gib == 80 and made.memory.fits is True
+    (rejected,) = made.rejected
+    assert rejected.strategy == "fsdp" and "GiB" in rejected.why
+
+
+def test_a_model_that_does_not_fit_a_gpu_is_sharded() -> None:
+    made = chosen(spec(LARGE, gpu_type="h100", seq_len=2048))
+    assert (made.layout.strategy, made.layout.dp_replicate, made.layout.dp_shard) == ("fsdp", 1, 16)
+    assert made.memory.fits is True
+    (rejected,) = made.rejected
+    assert rejected.strategy == "ddp" and "64.0 GiB" in rejected.why
+
+
+def test_the_micro_batch_stays_within_the_memory() -> None:
+    small = chosen(spec(LARGE, gpu_type="a100", seq_len=2048, batch=512))
+    large = chosen(spec(LARGE, gpu_type="h200", seq_len=2048, batch=512))
+    assert 1 <= small.batch.micro_batch < large.batch.micro_batch
+    assert small.memory.fits is True and large.memory.fits is True
+
+
+def test_an_unknown_gpu_is_taken_for_16_gib_and_the_reason_says_so() -> None:
+    made = chosen(spec(gpu_type="x9000"))
+    assert made.layout.strategy == "ddp"
+    assert made.memory.capacity_gib is None and made.memory.fits is None
+    assert "16 GiB, assumed because GPU type 'x9000' is not known" in " ".join(made.reasons)
+    assert chosen(spec(LARGE, seq_len=2048)).layout.strategy == "fsdp"
+
+
+def test_a_layout_that_was_asked_for_is_taken() -> None:
+    made = chosen(spec(layout="fsdp", gpu_type="h100"))
+    assert made.layout.strategy == "fsdp" and "asked for" in made.reasons[0]
+
+
+def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
+    made = chosen(spec(LARGE, layout="ddp", gpu_type="a100", seq_len=2048))
+    assert made.memory.fits is False
+    assert any("does not fit" in reason for reason in made.reasons)
+    with pytest.raises(ConfigError, match="--layout fsdp") as e:
+        require_fit(made)
+    assert e.value.exit_code == 78
+    tiny = chosen(spec(LARGE, nodes=1, gpus=2, gpu_type="t4", seq_len=2048))
+    with pytest.raises(ConfigError, match="more ranks"):
+        require_fit(tiny)
+
+
+def test_an_unknown_capacity_is_never_refused() -> None:
+    require_fit(chosen(spec(LARGE, layout="ddp", seq_len=2048)))
+
+
+def test_the_global_batch_must_divide() -> None:
+    with pytest.raises(ConfigError, match="100 / 16"):
+        chosen(spec(batch=100))
+
+
+def test_a_script_is_ddp_with_an_empty_batch() -> None:
+    request = RunSpec(job=JobSpec(gpus=4), script=ScriptSpec(path="train.py", cwd="/"))
+    made = chosen(request)
+    assert made.layout.strategy == "ddp" and made.layout.dp_replicate == 4
+    assert made.batch.global_batch == 0 and made.memory.peak_gib is None and made.time.flops_per_step is None
+    assert "script" in made.reasons[0]
+    sharded = chosen(msgspec.structs.replace(request, job=JobSpec(gpus=4, layout="fsdp")))
+    assert sharded.layout.dp_shard == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_json_has_the_keys_of_the_contract(device: str) -> None:
+    made = json.loads(msgspec.json.encode(chosen(spec(gpu_type="h100"), device)))
+    assert {"layout", "batch", "memory", "time", "nccl", "reasons", "rejected"} <= set(made)
+    assert {"strategy", "dp_replicate", "dp_shard", "zero1", "tp", "sequence_parallel", "cp", "pp", "schedule",
+            "virtual_stages", "activation_checkpointing", "reshard_after_forward", "offload"} <= set(made["layout"])  # fmt: skip
+    assert set(made["batch"]) == {"micro_batch", "grad_accum", "global_batch", "tokens_per_step"}
+    assert {"params_gib", "grads_gib", "optimizer_gib", "activations_gib", "overhead_gib", "peak_gib", "capacity_gib",
+            "fits"} <= set(made["memory"])  # fmt: skip
+    assert {"step_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "bubble_fraction", "comm_s"} <= set(made["time"])
+    for name in ("device", "precision", "world_size", "nodes", "gpus_per_node", "env", "signal_lead_s"):
+        assert name in made
+    assert made["world_size"] == 16 and made["precision"] == ("bf16" if device == "cuda" else "fp32")
+
+
+def test_nothing_is_predicted_that_is_not_known() -> None:
+    time = chosen(spec()).time
+    assert time.step_s is None and time.mfu is None and time.comm_s is None
+
+
+def test_flops_are_about_six_a_parameter_and_token() -> None:
+    request = spec(LARGE, batch=4, seq_len=2048)
+    tokens = 4 * 2048
+    # Llama 2 7B at 2048 tokens: attention adds about an eighth.
+    assert 1.0 < flops_per_step(request) / (6 * LARGE.parameters() * tokens) < 1.15
+
+
+def test_the_profiles_interface_is_used_on_slurm_only() -> None:
+    profile = ClusterProfile(fabric_interface="ib0")
+    assert chosen(spec(backend="slurm"), profile=profile).nccl["NCCL_SOCKET_IFNAME"].value == "ib0"
+    assert "NCCL_SOCKET_IFNAME" not in chosen(spec(backend="local"), profile=profile).nccl
+
+
+def test_names_that_the_user_has_set_are_not_planned() -> None:
+    request = msgspec.structs.replace(spec(), env={"TORCH_FR_BUFFER_SIZE": "1"})
+    made = plan(request, ClusterProfile(), "cuda", taken={"OMP_NUM_THREADS"})
+    assert "TORCH_FR_BUFFER_SIZE" not in made.nccl and "OMP_NUM_THREADS" not in made.env
+
+
+def test_the_lead_fits_the_time_limit() -> None:
+    assert chosen(spec()).signal_lead_s == 120
+    assert chosen(spec(time="1:00:00")).signal_lead_s == 120
+    short = chosen(spec(time="3"))
+    assert short.signal_lead_s == 90
+    assert any("time limit of 180 s" in reason for reason in short.reasons)

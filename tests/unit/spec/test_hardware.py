@@ -1,0 +1,46 @@
+"""GPU names as sites and drivers write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from clustertrain.spec import hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("h100", "h100"),
+        ("H100", "h100"),
+        ("nvidia_h100_80gb_hbm3", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL 94GB", "h100-94gb"),
+        ("a100", "a100"),
+        ("a100_80gb", "a100-80gb"),
+        ("a100-sxm4-80gb", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("a100_80g", "a100-80gb"),
+        ("Tesla-V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx_a6000", "a6000"),
+        ("quadro_rtx_6000", "rtx-6000"),
+        ("nvidia_h200", "h200"),
+        ("mi300x", "mi300x"),
+    ],
+)
+def test_known_names(name: str, found: str) -> None:
+    gpu = hardware.find(name)
+    assert gpu is not None and gpu.name == found
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "h100-20gb", "x9000", "a100_1g.10gb", "nvidia_a100_3g.20gb", "a100 h100"])
+def test_a_name_that_is_not_certain_is_unknown(name: str) -> None:
+    assert hardware.find(name) is None
+
+
+def test_every_type_has_a_source_and_plausible_memory() -> None:
+    for gpu in hardware.CATALOGUE:
+        assert gpu.source
+        assert 8 <= gpu.capacity_gib <= gpu.memory_gib <= 512
+        assert hardware.find(gpu.name) is gpu
