@@ -98,7 +98,12 @@ class Agent:
     def run(self) -> NodeResult:
         p = self.place
         sampler = Sampler(
-            p.attempt.telemetry / p.node, p.node, p.environ, on_event=self.log.write, first_rank=p.ranks[0]
+            p.attempt.telemetry / p.node,
+            p.node,
+            p.environ,
+            on_event=self.log.write,
+            first_rank=p.ranks[0],
+            rank_count=len(p.ranks),
         )
         sampler.start()
         try:

@@ -88,17 +88,18 @@ def _attempts(seen: Look) -> RenderableType:
     table.add_column("ran", justify="right", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("ending", no_wrap=True)
-    table.add_column("why", overflow="fold")
     now = time.time()
     for a in seen.history:
         ran = duration((a.end or now) - a.start) if a.start else "-"
         steps = (
             f"{a.first_step if a.first_step is not None else '-'} to {a.last_step if a.last_step is not None else '-'}"
         )
-        nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 2 else " ".join(a.nodes)
+        nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 1 else "".join(a.nodes)
         ending = styled(attempt_state(a, seen))
-        table.add_row(str(a.n), a.job_id, nodes, local_time(a.start), ran, steps, ending, a.reason or "")
-    return table
+        table.add_row(str(a.n), a.job_id, nodes, local_time(a.start), ran, steps, ending)
+    # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
+    reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]
+    return Group(table, *([Text(), *reasons] if reasons else []))
 
 
 def _goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
