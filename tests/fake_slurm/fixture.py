@@ -49,7 +49,7 @@ class FakeSlurm:
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """sbatch, squeue, scontrol, scancel and sacct that come first on PATH, and a CLUSTERTRAIN_HOME of the test's own."""
+    """sbatch, squeue, scontrol, scancel and sacct, first on PATH, and a CLUSTERTRAIN_HOME of the test's own."""
     folder = tmp_path / "fake-slurm"
     folder.mkdir()
     for name in ("sbatch", "squeue", "scontrol", "scancel", "sacct"):

@@ -47,7 +47,7 @@ HOSTILE = (
 def given(
     env: dict[str, str] | None = None, profile: ClusterProfile | None = None, device: str = "cuda", **more: Any
 ) -> ScriptInput:
-    """Input with fixed paths. ``more``: ``script``, ``run``, ``home``, ``python``, ``code``; the rest are of the job."""
+    """Input with fixed paths. ``more``: script, run, home, python, code; the rest are fields of the job."""
     outer = {k: more.pop(k) for k in ("script", "run", "home", "python", "code") if k in more}
     job = JobSpec(**{"backend": "slurm", **more})
     # 48 divides over every number of ranks here.

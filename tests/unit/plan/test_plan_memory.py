@@ -43,7 +43,7 @@ def test_a_7b_model_needs_sharding_on_80_gib() -> None:
 
 
 def test_activations_match_korthikanti_for_a_4h_mlp() -> None:
-    """The terms are counted by hand: residual stream twice in fp32, 4 h + 2 kv and 4 f in bf16, one statistic a head."""
+    """Counted by hand: the residual stream twice in fp32, 4 h + 2 kv and 4 f in bf16, one statistic a head."""
     model = ModelSpec(dim=1024, layers=10, heads=16, kv_heads=16, ffn_dim=4096)
     seq = 512
     by_hand = seq * (10 * (8 * 1024 + 2 * (6 * 1024 + 4 * 4096) + 4 * 16) + 8 * 1024)

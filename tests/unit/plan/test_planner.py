@@ -107,7 +107,8 @@ def test_the_json_has_the_keys_of_the_contract(device: str) -> None:
     made = json.loads(msgspec.json.encode(chosen(spec(gpu_type="h100"), device)))
     assert {"layout", "batch", "memory", "time", "nccl", "reasons", "rejected"} <= set(made)
     assert {"strategy", "dp_replicate", "dp_shard", "zero1", "tp", "sequence_parallel", "cp", "pp", "schedule",
-            "virtual_stages", "activation_checkpointing", "reshard_after_forward", "offload"} <= set(made["layout"])  # fmt: skip
+            "virtual_stages", "activation_checkpointing", "reshard_after_forward", "offload"
+            } <= set(made["layout"])  # fmt: skip
     assert set(made["batch"]) == {"micro_batch", "grad_accum", "global_batch", "tokens_per_step"}
     assert {"params_gib", "grads_gib", "optimizer_gib", "activations_gib", "overhead_gib", "peak_gib", "capacity_gib",
             "fits"} <= set(made["memory"])  # fmt: skip

@@ -1,0 +1,164 @@
+"""``clustertrain submit`` and ``clustertrain plan`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertrain.cli.main import main
+from tests.fake_slurm.fixture import FakeSlurm
+
+Type = Callable[..., int]
+
+
+@pytest.fixture
+def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
+    """Type a command line in an empty folder; returns the exit code."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def type_(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+        return main()
+
+    return type_
+
+
+def test_submit_prints_run_and_job(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("submit", "--nodes", "2", "--gpus", "4") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("run default-") and out.endswith("  job 4711\n")
+
+
+def test_submit_json_has_the_keys_of_the_contract(
+    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", "--name", "demo", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"run", "job_id", "backend", "state", "run_dir"}
+    assert (shown["job_id"], shown["backend"], shown["state"]) == ("4711", "slurm", "pending")
+    assert shown["run_dir"] == str(tmp_path / "home" / "runs" / shown["run"])
+
+
+def test_all_after_the_script_belongs_to_the_script(
+    type_: Type, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Path("train.py").write_text("")
+    assert type_("submit", "--gpus", "2", "--json", "train.py", "--gpus", "9", "--", "-h", "--json") == 0
+    run = Path(json.loads(capsys.readouterr().out)["run_dir"])
+    spec = (run / "spec.toml").read_text()
+    assert "gpus = 2" in spec
+    assert [w for w in ("--gpus", "9", "-h", "--json") if f'"{w}"' in spec] == ["--gpus", "9", "-h", "--json"]
+
+
+def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlurm) -> None:
+    words = [
+        "--partition", "p", "--account", "a", "--qos", "q", "--time", "1:00:00", "--mem", "4G", "--constraint", "c",
+        "--exclude", "n1", "--nodelist", "n2", "--reservation", "r", "--dependency", "afterok:1", "--nodes", "2",
+        "--gpus", "2", "--gpu-type", "h100", "--cpus-per-gpu", "3", "--sbatch", "comment=a b", "--sbatch", "exclusive",
+        "--max-requeues", "0", "--env", "A=b=c",
+    ]  # fmt: skip
+    assert type_("submit", *words) == 0
+    (call,) = fake_slurm.calls("sbatch")
+    directives = [line.removeprefix("#SBATCH --") for line in call.script.splitlines() if line.startswith("#SBATCH")]
+    assert directives[1:] == [
+        "nodes=2", "ntasks-per-node=1", "gpus-per-node=h100:2", "cpus-per-task=6", "mem=4G", "time=1:00:00",
+        "partition=p", "account=a", "qos=q", "constraint=c", "exclude=n1", "nodelist=n2", "reservation=r",
+        "dependency=afterok:1", "signal=USR2@120", "no-requeue", "open-mode=append", "output=job.log",
+        'comment="a b"', "exclusive",
+    ]  # fmt: skip
+    assert "export A=b=c" in call.script
+
+
+def test_dry_run_prints_the_script_and_makes_nothing(
+    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", "--dry-run", "--gpus", "2") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=default-")
+    assert "ddp: " in shown.err and "batch: " in shown.err
+    assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
+    assert type_("submit", "--dry-run", "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"script", "plan"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "0"], "0 is not in the range"),
+        (["--gpus", "-1"], "-1 is not in the range"),
+        (["--gpus", "two"], "'two' is not a valid integer"),
+        (["--layout", "fdsp"], "'fsdp'"),
+        (["--backend", "slrum"], "'slurm'"),
+        (["--device", "gpu"], "'cuda'"),
+        (["--partitoin", "x"], "--partition"),
+        (["--env", "A"], "KEY=VALUE"),
+        (["--sbatch", "=x"], "KEY=VALUE"),
+        (["--time", "soon"], "time limit 'soon'"),
+        (["missing.py"], "missing.py: no such file"),
+        (["--wait", "--follow"], "choose one"),
+    ],
+)
+def test_bad_usage_exits_2_and_says_what_is_valid(
+    words: list[str], said: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_bad_configuration_exits_78(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("submit", "--nodes", "3", "--gpus", "7") == 78
+    assert "16 / 21" in capsys.readouterr().err
+
+
+def test_a_refusal_exits_1_with_slurms_words(
+    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
+    assert type_("submit", "--partition", "nope") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "clustertrain: Slurm refused the job: invalid partition specified: nope"
+    )
+    assert list((tmp_path / "home" / "runs").iterdir()) == []
+
+
+def test_plan_shows_the_choice_and_why(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("plan", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
+    out = capsys.readouterr().out
+    for words in ("ddp on 16 ranks", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
+        assert words in out
+
+
+def test_plan_json_has_the_keys_of_the_contract(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("plan", "--gpus", "2", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {"layout", "batch", "memory", "time", "nccl", "reasons", "rejected"} <= set(shown)
+    assert shown["nccl"]["TORCH_NCCL_DUMP_ON_TIMEOUT"].keys() == {"value", "reason"}
+
+
+def test_plan_of_what_does_not_fit_says_so_and_submit_refuses(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu-type", "t4", "--set", "model.dim=8192", "--set", "model.heads=64", "--set", "model.layers=64"]
+    assert type_("plan", *words) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert type_("submit", *words) == 78
+
+
+def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() -> None:
+    code = (
+        "import sys; sys.argv = ['clustertrain', 'submit', {arg!r}]\n"
+        "from clustertrain.cli.main import main\n"
+        "main()\n"
+        "print(sorted({{'torch', 'submitit', 'jinja2', 'rich', 'numpy'}} & set(sys.modules)), file=sys.stderr)"
+    )
+    for arg, loaded in (("--help", "[]"), ("--dry-run", "['jinja2']")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arg=arg)], capture_output=True, text=True, check=True
+        )  # fmt: skip
+        assert done.stderr.splitlines()[-1] == loaded

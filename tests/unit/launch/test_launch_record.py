@@ -1,0 +1,54 @@
+"""record.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clustertrain.launch import record
+
+
+def git(folder: Path, *argv: str) -> None:
+    options = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", *options, "-C", folder, *argv], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q", "-b", "work")
+    (tmp_path / "a.py").write_text("one\n")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_commit_branch_and_changes(repository: Path) -> None:
+    clean = record.git_state(repository)
+    assert clean is not None and len(clean["commit"]) == 40 and clean["branch"] == "work"
+    assert clean["dirty"] is False and clean["diff"] == ""
+    (repository / "a.py").write_text("two\n")
+    dirty = record.git_state(repository)
+    assert dirty is not None and dirty["dirty"] is True and "+two" in dirty["diff"] and dirty["diff_cut"] is False
+
+
+def test_a_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "DIFF_LIMIT_BYTES", 100)
+    (repository / "a.py").write_text("ü" * 500 + "\n")
+    state = record.git_state(repository)
+    assert state is not None and state["diff_cut"] is True and len(state["diff"].encode()) <= 100
+
+
+def test_no_repository_and_no_commit_are_none(tmp_path: Path) -> None:
+    assert record.git_state(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert record.git_state(tmp_path) is None
+
+
+def test_the_record_is_json_and_names_what_the_run_was_made_from(repository: Path) -> None:
+    made = record.collect(["clustertrain", "submit"], repository, repository)
+    assert json.loads(json.dumps(made)) == made
+    assert {"time", "user", "host", "cwd", "argv", "clustertrain", "python", "packages", "git"} <= set(made)
+    assert "torch" in made["packages"]

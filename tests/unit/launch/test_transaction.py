@@ -1,0 +1,182 @@
+"""submit: what it writes, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
+from clustertrain.launch import submit as transaction
+from clustertrain.launch.request import SubmitRequest
+from clustertrain.launch.submit import Submitted, dry_run, submit
+from clustertrain.run import events
+from clustertrain.run.spec import load_spec
+from tests.fake_slurm.fixture import FakeSlurm
+
+HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
+
+
+def ask(tmp_path: Path, target: str = "", **more: Any) -> Submitted:
+    return submit(SubmitRequest(target=target, cwd=tmp_path, argv=("clustertrain", "submit"), **more))
+
+
+def left_behind(tmp_path: Path) -> list[Path]:
+    runs = tmp_path / "home" / "runs"
+    return list(runs.iterdir()) if runs.exists() else []
+
+
+def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    done = ask(tmp_path, job={"gpus": 4, "name": "My Run"}, env={"TOKEN": "x"})
+    assert (done.job_id, done.backend, done.state) == ("4711", "slurm", "pending")
+    run = done.run
+    assert run.id.startswith("my-run-") and run.path.parent == tmp_path / "home" / "runs"
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    spec = load_spec(run)
+    assert spec.job.gpus == 4 and spec.job.backend == "slurm" and spec.env == {"TOKEN": "x"}
+    assert "script" not in tomllib.loads(run.spec.read_text())
+    plan = json.loads(run.plan.read_text())
+    assert plan["layout"]["strategy"] == "ddp" and plan["world_size"] == 4 and plan["signal_lead_s"] == 120
+    (call,) = fake_slurm.calls("sbatch")
+    assert call.script == run.script.read_text() and f"--chdir={run.path}" in call.argv
+    assert stat.S_IMODE(run.script.stat().st_mode) == 0o700
+    record = json.loads(run.record.read_text())
+    assert record["argv"] == ["clustertrain", "submit"] and record["git"] is None and "torch" in record["packages"]
+    (event,) = events.of_run(run)
+    assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")
+    assert run.checkpoints.is_dir() and not run.checkpoints.is_symlink() and not run.code.exists()
+
+
+def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "jobs").mkdir()
+    (project / "jobs" / "train.py").write_text("print(1)\n")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    done = ask(tmp_path, "project/jobs/train.py", args=("--steps", "3"))
+    script = load_spec(done.run).script
+    assert script is not None and script.path == "jobs/train.py" and script.args == ("--steps", "3")
+    assert script.cwd == str(tmp_path)
+    assert (done.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
+    # An empty folder is in no snapshot, so `src` is not on the path.
+    assert f'export PYTHONPATH={done.run.code}"$' in done.run.script.read_text()
+    (project / "src" / "lib.py").write_text("")
+    again = ask(tmp_path, "project/jobs/train.py")
+    assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.script.read_text()
+
+
+def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / HOSTILE).mkdir()
+    script = tmp_path / HOSTILE / f"{HOSTILE}.py"
+    script.write_text("")
+    done = ask(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
+    saved = load_spec(done.run)
+    assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
+    assert saved.env == {"V": HOSTILE} and saved.job.name == HOSTILE
+    assert done.run.id.startswith("a-b-touch-pwned-x-j-")
+    subprocess.run(["bash", "-n", done.run.script], check=True)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_refusal_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
+    with pytest.raises(SchedulerRefused, match="invalid partition specified: nope"):
+        ask(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
+    assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
+
+
+def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
+    (tmp_path / "big.py").write_text("x" * (2 * 1024 * 1024))
+    return [
+        {"target": "missing.py"},
+        {"target": "big.py", "snapshot_limit_mib": 1},
+        {"job": {"nodes": 3, "gpus": 7}},
+        {"job": {"sbatch": {"wrap": "id"}}},
+        {"job": {"account": "a\nb"}},
+        {"job": {"gpu_type": "t4"}, "assignments": ("model.dim=8192", "model.heads=64", "model.layers=64")},
+        {"job": {"checkpoint_dir": "/proc/nope"}},
+    ]
+
+
+def test_every_other_failure_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    for request in failing_requests(tmp_path):
+        with pytest.raises(ClusterTrainError):
+            ask(tmp_path, **request)
+        assert left_behind(tmp_path) == [], request
+        assert fake_slurm.calls("sbatch") == [], request
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transaction.record, "collect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    large = ("model.dim=8192", "model.heads=64", "model.layers=64")
+    with pytest.raises(ConfigError, match=r"80% of 15 GiB") as e:
+        ask(tmp_path, job={"gpu_type": "t4"}, assignments=large)
+    assert e.value.exit_code == 78
+
+
+def test_checkpoints_may_live_elsewhere(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    done = ask(tmp_path, job={"checkpoint_dir": "big"})
+    assert done.run.checkpoints.readlink() == tmp_path / "big" / done.run.id
+    assert (tmp_path / "big" / done.run.id).is_dir()
+
+
+def test_share_opens_the_run_to_the_group(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run = ask(tmp_path, job={"share": True}).run
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
+    assert stat.S_IMODE(run.spec.stat().st_mode) == 0o640 and stat.S_IMODE(run.checkpoints.stat().st_mode) == 0o750
+
+
+def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for target in ("", "train.py"):
+        request = SubmitRequest(target=target, cwd=tmp_path, job={"gpus": 2, "time": "30"})
+        _, text = dry_run(request)
+        assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
+        done = submit(request)
+        assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.script.read_text()
+        subprocess.run(["rm", "-r", tmp_path / "home"], check=True)
+        (fake_slurm.folder / "sbatch.calls").unlink()
+
+
+def test_memory_filesystems_are_refused_for_slurm(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm here")
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", "/dev/shm/clustertrain-test")
+    with pytest.raises(ConfigError, match=r"/dev/shm/clustertrain-test is on \w+fs, which compute nodes do not see"):
+        ask(tmp_path)
+    assert not Path("/dev/shm/clustertrain-test").exists()
+
+
+def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("")
+    (tmp_path / "project" / "data").symlink_to(tmp_path / "datasets")
+    done = ask(tmp_path, "project/train.py")
+    assert any(f"data -> {tmp_path / 'datasets'}" in note for note in done.notes)
+
+
+def test_a_usage_error_comes_before_everything(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ask(tmp_path, "missing.py")
+    assert not (tmp_path / "home").exists()
