@@ -1,4 +1,7 @@
-"""Durable files: temporary file, fsync, rename, fsync of the folder. Appended lines are whole or absent."""
+"""Durable files: temporary file, fsync, rename, fsync of the folder. Appended lines are whole or absent.
+
+Files may be read by the group; whether the group gets to them is up to the run's folder (0700, or 0750 with --share).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:
     """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -34,7 +37,7 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     fsync_folder(path.parent)
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o600) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o640) -> None:
     write_bytes(path, text.encode(), mode=mode)
 
 
@@ -57,7 +60,7 @@ class Appender:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         # A predecessor that was killed mid-line must not glue its half to our first line.
         if os.fstat(self._fd).st_size and path.read_bytes()[-1:] != b"\n":
             os.write(self._fd, b"\n")
@@ -92,7 +95,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def claim_folder(path: Path, *, mode: int = 0o700) -> bool:
+def claim_folder(path: Path, *, mode: int = 0o750) -> bool:
     """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not."""
     try:
         path.mkdir(mode=mode)

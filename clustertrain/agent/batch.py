@@ -25,7 +25,7 @@ from clustertrain.launch.requeue import Decision, Evidence, Verdict, budget_spen
 from clustertrain.run import attempts, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
-from clustertrain.run.lead import lead_s
+from clustertrain.run.lead import first_lead_s, lead_s
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 
@@ -192,6 +192,7 @@ class Batch:
             requeue_asked=step.requeue_asked,
             end_time=self.end_time,
             lead_s=self.lead_s,
+            signal_lead_s=first_lead_s(self.run),
             stop_at=min(asked, default=None),
             sources=tuple(sources),
             now=clock.now(),

@@ -139,7 +139,7 @@ def _accounted(attempt: Attempt, backend: Backend) -> JobStart | None:
 
 def _furnish(attempt: AttemptDir, me: Identity, lead_s: float) -> Claim:
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o750)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
     fsio.write_json(attempt.deadline, {"end_time": me.end_time, "lead_s": lead_s})
     fsio.write_json(

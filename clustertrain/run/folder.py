@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -174,7 +175,12 @@ def create(name: str, *, share: bool = False) -> RunDir:
                 break
         run = RunDir(path)
         for inner in (run.path / "attempts", run.events, run.metrics):
-            inner.mkdir(mode=mode)
+            inner.mkdir(mode=0o750)
+        if share:
+            # The way down to it must be open too, and an earlier, private run may have closed it.
+            for above in (folder, folder.parent):
+                if above.stat().st_uid == os.getuid():
+                    above.chmod(above.stat().st_mode | 0o050)
     except OSError as e:
         raise ConfigError(
             f"{settings.home()} is not writable: {e.strerror or e}",

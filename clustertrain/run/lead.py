@@ -10,11 +10,15 @@ DEFAULT_LEAD_S = 120.0
 EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and the batch host to decide
 
 
+def first_lead_s(run: RunDir) -> float:
+    """What the plan took from the cluster profile, and job.sh asks Slurm for with `--signal`."""
+    plan = fsio.read_json(run.plan) or {}
+    return float(plan.get("signal_lead_s") or DEFAULT_LEAD_S)
+
+
 def lead_s(run: RunDir) -> float:
     """Seconds: two steps, a save and the exit, each with a factor of safety, from what earlier attempts measured; at
     the first start what the plan took from the cluster profile."""
-    plan = fsio.read_json(run.plan) or {}
-    first = float(plan.get("signal_lead_s") or DEFAULT_LEAD_S)
     attempts = run.attempts()
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
@@ -22,5 +26,5 @@ def lead_s(run: RunDir) -> float:
     # The first step of an attempt includes warming up and says little; the last ones are the rule.
     steps = [float(r["step_s"]) for a in attempts for r in metrics.last_rows(run.metrics_of(a.n)) if "step_s" in r]
     if not saves or not steps:
-        return first
+        return first_lead_s(run)
     return 3 * max(steps) + 3 * max(saves) + EXIT_S

@@ -1,0 +1,118 @@
+"""Drives the real command line from a test: submit a run, watch it, compare its end with another's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clustertrain import clock
+
+CLI = [sys.executable, "-m", "clustertrain"]
+# Small, so that starting torch is most of the time; no checkpoint of its own accord before the last step, so that a
+# resume is from the one that the stop made.
+RECIPE = """
+[model]
+dim = 32
+layers = 2
+heads = 2
+kv_heads = 1
+[data]
+seq_len = 64
+max_bytes = 262144
+[train]
+steps = {steps}
+global_batch = 16
+[checkpoint]
+every = {every}
+"""
+
+
+def write_recipe(folder: Path, *, steps: int = 120, every: int = 100_000, more: str = "") -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(RECIPE.format(steps=steps, every=every) + more)
+    return path
+
+
+class Run:
+    """One submitted run and the environment that its commands are called in."""
+
+    def __init__(self, env: Mapping[str, str], submitted: Mapping[str, Any]) -> None:
+        self.env = env
+        self.id = str(submitted["run"])
+        self.job_id = str(submitted["job_id"])
+        self.path = Path(str(submitted["run_dir"]))
+
+    def call(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return call(self.env, *argv, check=check)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.call("status", self.id, "--json").stdout)
+        return answer
+
+    def endings(self) -> list[str]:
+        return [a["state"] for a in self.status()["attempts"]]
+
+    def digest(self) -> str:
+        return self.call("checkpoint", "digest", self.id).stdout.strip()
+
+    def explain(self) -> str:
+        """What a failing test should show."""
+        parts = [self.call("status", self.id, check=False).stdout]
+        logs = [self.path / "job.log", *sorted(self.path.glob("attempts/*/logs/*"))]
+        parts += [
+            f"--- {p.relative_to(self.path)}\n{p.read_text(errors='replace')[-3000:]}" for p in logs if p.is_file()
+        ]
+        return "\n".join(parts)
+
+    def wait_for(
+        self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 180.0
+    ) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+
+        def holds() -> bool:
+            nonlocal last
+            last = self.status()
+            return condition(last)
+
+        assert clock.wait_until(holds, timeout_s, 0.3), f"{what}: not in {timeout_s:g} s\n{self.explain()}"
+        return last
+
+    def wait_for_step(self, step: int, attempt: int = 1) -> None:
+        """Until that attempt has done that step."""
+
+        def there(s: dict[str, Any]) -> bool:
+            assert s["state"] not in ("failed", "cancelled", "completed"), self.explain()
+            return any(a["n"] == attempt and (a["last_step"] or 0) >= step for a in s["attempts"])
+
+        self.wait_for(there, f"step {step} of attempt {attempt}")
+
+    def wait_until_final(self, timeout_s: float = 300.0) -> dict[str, Any]:
+        return self.wait_for(lambda s: s["state"] in ("completed", "failed", "cancelled"), "the end", timeout_s)
+
+    def complete(self, timeout_s: float = 300.0) -> dict[str, Any]:
+        last = self.wait_until_final(timeout_s)
+        assert last["state"] == "completed", self.explain()
+        return last
+
+
+def call(env: Mapping[str, str], *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*CLI, *argv], env=env, capture_output=True, text=True, timeout=120, check=False)
+    if check:
+        assert done.returncode == 0, f"clustertrain {' '.join(argv)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def submit(env: Mapping[str, str], *argv: str) -> Run:
+    return Run(env, json.loads(call(env, "submit", "--json", *argv).stdout))
+
+
+def resumed_where_they_stopped(status: dict[str, Any]) -> bool:
+    """Each attempt that stopped on request is continued at its next step."""
+    attempts = [a for a in status["attempts"] if a["last_step"] is not None]
+    pairs = itertools.pairwise(attempts)
+    return len(attempts) > 1 and all(b["first_step"] == a["last_step"] + 1 for a, b in pairs)
