@@ -82,6 +82,7 @@ def _check(prepared: Prepared) -> list[str]:
     """What else can be refused before anything is made; returns warnings."""
     require_fit(prepared.plan)
     shared = prepared.backend.name == "slurm"
+    _refuse_home_characters(slurm=shared)
     found = [filesystem.check(settings.home(), settings.HOME, shared=shared)]
     job = prepared.spec.job
     if job.checkpoint_dir:
@@ -89,6 +90,17 @@ def _check(prepared: Prepared) -> list[str]:
     if prepared.backend.name == "slurm":
         render.directives(_script_input(prepared, RunDir(folder.runs_folder() / "unnamed"), prepared.spec, []))
     return [note for note in found if note]
+
+
+def _refuse_home_characters(*, slurm: bool) -> None:
+    """Slurm expands %j and the like, and takes backslashes out, in the path of the job's log, even where they come from
+    the working directory (seen on 22.05: the job fails at once and says nothing); ':' separates PYTHONPATH."""
+    bad = [c for c in (":%\\" if slurm else ":") if c in str(settings.home())]
+    if bad:
+        raise ConfigError(
+            f"{settings.HOME} = {settings.home()}: the path contains {' and '.join(bad)}, which cannot be used",
+            fix=f"set {settings.HOME} to another folder",
+        )
 
 
 def _take_code(request: SubmitRequest, prepared: Prepared, run: RunDir) -> Snapshot | None:

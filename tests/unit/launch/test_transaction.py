@@ -167,6 +167,17 @@ def test_memory_filesystems_are_refused_for_slurm(
     assert not Path("/dev/shm/clustertrain-test").exists()
 
 
+@pytest.mark.parametrize(("home", "backends"), [("a%jb", ["slurm"]), ("a\\b", ["slurm"]), ("a:b", ["slurm", "local"])])
+def test_paths_that_slurm_or_python_would_misread_are_refused(
+    home: str, backends: list[str], fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / home))
+    for backend in backends:
+        with pytest.raises(ConfigError, match="which cannot be used"):
+            ask(tmp_path, job={"backend": backend, "device": "cpu"})
+    assert not (tmp_path / home).exists()
+
+
 def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "datasets").mkdir()
     (tmp_path / "project").mkdir()
