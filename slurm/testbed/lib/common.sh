@@ -25,12 +25,16 @@ cannot_run() {
     exit "$CANNOT_RUN"
 }
 
-# die_log LOG MESSAGE: the message, the log's name, and its last lines, which mostly hold the reason.
+# die_log NAME MESSAGE: the message, the log files of that name, and their last lines, which mostly hold the reason.
 die_log() {
-    local log=$1
+    local name=$1 log
     shift
-    printf '%s\n' "testbed: $*" "testbed: see $log; its last lines:" >&2
-    tail -n 15 -- "$log" >&2 || true
+    printf '%s\n' "testbed: $*" >&2
+    for log in "$state/log/$name".{log,stderr}; do
+        [[ -s $log ]] || continue
+        printf '%s\n' "testbed: see $log, which ends so:" >&2
+        tail -n 10 -- "$log" >&2
+    done
     exit 1
 }
 

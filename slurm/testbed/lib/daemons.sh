@@ -43,7 +43,7 @@ start_daemon() {
     # A background job of a script ignores SIGINT and SIGQUIT, and every job of the cluster would inherit that.
     setsid env --default-signal=INT,QUIT -i PATH="$PATH" LANG=C.UTF-8 SLURM_CONF="$state/etc/slurm.conf" \
         CLUSTERTRAIN_TESTBED_DAEMON="$state:$name" CLUSTERTRAIN_TESTBED_CONFIG="$stamp" \
-        "$@" </dev/null >>"$state/log/$name.log" 2>&1 {lock_fd}<&- &
+        "$@" </dev/null >"$state/log/$name.stderr" 2>&1 {lock_fd}<&- &
     started_pid=$!
 }
 
@@ -76,7 +76,7 @@ refuse_taken_port() {
 # ensure_daemon NAME PROGRAM PORT STAMP PROBE START: leaves a daemon that runs with this configuration and answers.
 # PROBE and START are names of functions. PORT is - for a daemon without one.
 ensure_daemon() {
-    local name=$1 program=$2 port=$3 stamp=$4 probe=$5 start=$6 log=$state/log/$1.log
+    local name=$1 program=$2 port=$3 stamp=$4 probe=$5 start=$6
     if [[ -n $(daemon_pids "$name" "$program" "$stamp") ]] && wait_until 15 "$probe"; then
         return 0
     fi
@@ -85,8 +85,8 @@ ensure_daemon() {
     "$start" "$stamp"
     local pid=$started_pid deadline=$((SECONDS + 60))
     until "$probe" >/dev/null 2>&1; do
-        process_ended "$pid" && die_log "$log" "$name ended right after its start"
-        ((SECONDS < deadline)) || die_log "$log" "$name does not answer after 60 s"
+        process_ended "$pid" && die_log "$name" "$name ended right after its start"
+        ((SECONDS < deadline)) || die_log "$name" "$name does not answer after 60 s"
         sleep 0.1
     done
 }
@@ -96,7 +96,7 @@ munged_answers() { munge -n -S "$state/munge/socket" | unmunge -S "$state/munge/
 # A munged of our own, as root and with a key of our own: one that is on the machine stays as it is.
 munged_start() {
     start_daemon munged "$1" munged --foreground --socket="$state/munge/socket" --key-file="$state/munge/key" \
-        --pid-file="$state/munge/pid" --log-file="$state/log/munged.log" --seed-file="$state/munge/seed" --force
+        --pid-file="$state/munge/pid" --seed-file="$state/munge/seed" --force
 }
 
 mariadb_answers() { mariadb --no-defaults -S "$state/run/mariadb.sock" -e 'USE slurm_acct'; }
@@ -149,7 +149,7 @@ node_ready() {
 
 wait_node_ready() {
     wait_until "${2:-45}" node_ready "$1" ||
-        die_log "$state/log/slurmd-$1.log" "$1 is $(node_state "$1" 2>&1) and not ready (also: $state/log/slurmctld.log)"
+        die_log "slurmd-$1" "$1 is $(node_state "$1" 2>&1) after ${2:-45} s, not ready for jobs; also: $state/log/slurmctld.log"
 }
 
 # With --proctrack cgroup each slurmd has a folder of its own in the freezer, which outlives it.
