@@ -1,0 +1,182 @@
+"""Submission against the real cluster: refusals, enclosing allocations, hostile values, and the backend's questions.
+
+The jobs run a stand-in for the interpreter that writes down what reached it, so that nothing but submission is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.launch.backend import PENDING, RUNNING, JobView
+from clustertrain.launch.slurm import SlurmBackend, work_dir
+
+pytestmark = pytest.mark.slurm
+TIMEOUT_S = 120.0
+HOSTILE = "a b'\"$(touch pwned)`touch pwned`\n%j\\ é #x"
+
+# As `batch` it becomes the step or, told so, waits to be ended; as `agent` it writes down its surroundings.
+SPY = """#!{python} -I
+import json, os, signal, sys
+words = sys.argv[1:]
+if words[2] == "batch":
+    if os.environ.get("SPY_WAITS"):
+        signal.pause()
+    step = words[words.index("--") + 1 :]
+    os.execvp(step[0], step)
+seen = os.path.join(os.environ["CLUSTERTRAIN_RUN_DIR"], "seen-" + os.environ["SLURM_NODEID"])
+with open(seen + ".part", "w") as f:
+    json.dump({{"env": dict(os.environ), "cwd": os.getcwd()}}, f)
+os.rename(seen + ".part", seen)
+"""
+
+
+class Site:
+    """A user's surroundings on the cluster, with a profile of their own."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.folder = folder
+        self.runs = folder / "home" / "runs"
+        (folder / "work").mkdir()
+        (folder / "profiles").mkdir()
+        spy = folder / "spy"
+        spy.write_text(SPY.format(python=sys.executable))
+        spy.chmod(0o755)
+        profile = f'python = "{spy}"\ndevice = "cpu"\npartition = "low"\nsetup = ["export FROM_SETUP=yes"]\n'
+        (folder / "profiles" / "spy.toml").write_text(profile)
+        self.env = {
+            **env,
+            "CLUSTERTRAIN_HOME": str(folder / "home"),
+            "CLUSTERTRAIN_CLUSTER": "spy",
+            "CLUSTERTRAIN_CLUSTER_PATH": str(folder / "profiles"),
+        }
+        self.jobs: list[str] = []
+
+    def call(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        argv = [*before, sys.executable, "-m", "clustertrain", "submit", "--json", *words]
+        return subprocess.run(
+            argv, env=self.env, cwd=self.folder / "work", capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+
+    def submit(self, *words: str, before: tuple[str, ...] = ()) -> tuple[Path, str]:
+        done = self.call(*words, before=before)
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        self.jobs.append(shown["job_id"])
+        return Path(shown["run_dir"]), shown["job_id"]
+
+
+@pytest.fixture
+def site(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    site = Site(tmp_path, cluster.env)
+    monkeypatch.setenv("SLURM_CONF", site.env["SLURM_CONF"])
+    yield site
+    for job_id in site.jobs:
+        SlurmBackend().cancel(job_id)
+
+
+def seen(run: Path, node: int) -> dict[str, Any]:
+    path = run / f"seen-{node}"
+    job_log = run / "job.log"
+    arrived = clock.wait_until(path.exists, TIMEOUT_S)
+    assert arrived, job_log.read_text() if job_log.exists() else "the job wrote nothing"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def view_of(job_id: str, state: str, restarts: int = 0) -> JobView:
+    def there() -> bool:
+        view = SlurmBackend().views([job_id]).get(job_id)
+        return view is not None and view.state == state and view.restarts == restarts
+
+    assert clock.wait_until(there, TIMEOUT_S), SlurmBackend().views([job_id])
+    return SlurmBackend().views([job_id])[job_id]
+
+
+def test_a_refused_partition_gives_slurms_words_and_leaves_nothing(site: Site) -> None:
+    done = site.call("--partition", "nope")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("clustertrain: Slurm refused the job: ")
+    assert "invalid partition specified: nope" in done.stderr
+    assert list(site.runs.iterdir()) == []
+
+
+def test_the_environment_reaches_every_task(site: Site) -> None:
+    run, _ = site.submit("--nodes", "2", "--gpus", "2", "--cpus-per-gpu", "3", "--gpu-type", "h100", "--env", "A=b")
+    for node in (0, 1):
+        task = seen(run, node)
+        assert task["cwd"] == str(run)
+        env = task["env"]
+        assert env["FROM_SETUP"] == "yes" and env["A"] == "b" and env["OMP_NUM_THREADS"] == "3"
+        assert env["CLUSTERTRAIN_HOME"] == site.env["CLUSTERTRAIN_HOME"]
+        assert env["SLURM_CPUS_PER_TASK"] == "6" and env["SLURM_NNODES"] == "2" and env["SLURM_NTASKS"] == "2"
+        assert len(env["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+
+
+def test_an_enclosing_allocation_does_not_leak(site: Site) -> None:
+    inside = ("srun", "--partition=low", "--nodes=1", "--ntasks=1", "--mem=321", "--cpus-per-task=2", "--quiet")
+    run, job_id = site.submit("--nodes", "2", "--gpus", "1", before=inside)
+    env = seen(run, 0)["env"]
+    assert env["SLURM_JOB_ID"] == job_id and env["SLURM_NNODES"] == "2" and env["SLURM_CPUS_PER_TASK"] == "1"
+    assert env.get("SLURM_MEM_PER_NODE") != "321"
+
+
+def test_sbatchs_own_variables_do_not_leak(site: Site) -> None:
+    site.env |= {"SBATCH_PARTITION": "nope", "SBATCH_EXPORT": "NONE", "SLURM_MEM_PER_CPU": "1", "SLURM_NNODES": "4"}
+    run, _ = site.submit("--env", "A=b")
+    assert seen(run, 0)["env"]["A"] == "b"
+
+
+def test_hostile_values_are_harmless_end_to_end(site: Site) -> None:
+    site.env["CLUSTERTRAIN_HOME"] = str(site.folder / "ho me $(touch pwned)'\"é")
+    script = site.folder / "work" / f"{HOSTILE.replace('/', '')}.py"
+    script.write_text("")
+    plain = HOSTILE.replace("\n", "")
+    words = ["--name", HOSTILE, "--env", f"V={HOSTILE}", "--sbatch", f"comment={plain}"]
+    run, job_id = site.submit(*words, str(script), HOSTILE)
+    task = seen(run, 0)
+    assert task["env"]["V"] == HOSTILE and task["cwd"] == str(run)
+    assert task["env"]["PYTHONPATH"].split(":")[0] == str(run / "code")
+    assert (run / "code" / script.name).is_file()
+    shown = subprocess.run(
+        ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--Format=Comment:|"],
+        env=site.env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert shown.stdout.rstrip("|\n") == plain
+    assert work_dir(job_id) == run
+    assert not list(site.folder.rglob("pwned"))
+
+
+def test_what_the_backend_says_of_a_job_over_its_life(site: Site) -> None:
+    backend = SlurmBackend()
+    _, held = site.submit("--sbatch", "hold")
+    site.env["SPY_WAITS"] = "1"
+    run, job_id = site.submit("--nodes", "2", "--time", "10")
+    assert view_of(held, PENDING).reason == "JobHeldUser"
+    running = view_of(job_id, RUNNING)
+    assert len(running.nodes) == 2 and running.start_time and running.end_time == running.start_time + 600
+    assert set(backend.views([held, job_id, "4000000"])) == {held, job_id}
+    assert backend.views(["4000000"]) == {}
+
+    backend.requeue(job_id)
+    assert view_of(job_id, RUNNING, restarts=1).alive
+    backend.forbid_requeue(job_id)
+    backend.cancel(job_id)
+    assert clock.wait_until(lambda: not backend.views([job_id])[job_id].alive, TIMEOUT_S)
+    backend.cancel(job_id)  # once more is no error
+
+    def states() -> list[str]:
+        return [start.state for start in backend.starts(job_id)]
+
+    # slurmdbd hears of the end a little later.
+    assert clock.wait_until(lambda: states()[-1:] == ["CANCELLED"], TIMEOUT_S), states()
+    assert states() == ["REQUEUED", "CANCELLED"]
+    assert all(len(start.nodes) == 2 and start.start and start.end for start in backend.starts(job_id))
+    assert (run / "job.log").exists()
