@@ -1,0 +1,90 @@
+"""The one-machine Slurm cluster of slurm/testbed, brought up once for a test session."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+TESTBED = Path(__file__).parents[2] / "slurm" / "testbed"
+CANNOT_RUN = 77
+
+
+class Cluster:
+    """Four hosts, node01 to node04. `env` is the environment in which Slurm's commands reach them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = dict(env)
+
+    def run(self, *argv: str, check: bool = True, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run a command against the cluster. With `check` a failure fails the test and shows what it printed."""
+        done = subprocess.run(
+            argv, env=self.env, text=True, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+        )
+        if check and done.returncode:
+            pytest.fail(f"{' '.join(argv)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def up(self, *options: str) -> None:
+        """Repair the cluster and give it these options of slurm/testbed/up, no others."""
+        self.run(str(TESTBED / "up"), *options, timeout_s=300)
+
+    def kill_node(self, node: str) -> None:
+        """Kill every process of the host at once. Its link stays as it is."""
+        self.run(str(TESTBED / "node"), "kill", node)
+
+    def partition_node(self, node: str) -> None:
+        """Cut the host off from the network. Its processes go on."""
+        self.run(str(TESTBED / "node"), "partition", node)
+
+    def heal_node(self, node: str) -> None:
+        """Undo kill_node and partition_node, and wait until the host takes jobs."""
+        self.run(str(TESTBED / "node"), "heal", node)
+
+    def node_states(self) -> dict[str, str]:
+        """The state of each host in sinfo's words; a trailing * marks one that does not answer."""
+        lines = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T").stdout.splitlines()
+        return dict(line.split() for line in lines)
+
+    def job_states(self, job: str) -> list[str]:
+        """The states of all attempts of a job, the oldest first."""
+        out = self.run("sacct", "-D", "-X", "-n", "-P", "-j", job, "-o", "State").stdout
+        return [line.split()[0] for line in out.splitlines() if line]
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float, what: str) -> None:
+        """Poll until the predicate holds; after `timeout` seconds fail the test, with the cluster's state."""
+        deadline = time.monotonic() + timeout
+        while not predicate():
+            if time.monotonic() > deadline:
+                seen = "\n".join(self.run(*argv, check=False).stdout for argv in (["sinfo", "-N"], ["squeue"]))
+                pytest.fail(f"not within {timeout:.0f} s: {what}\n{seen}")
+            time.sleep(0.2)
+
+
+def _testbed(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TESTBED / command], text=True, capture_output=True, timeout=300, check=False)
+
+
+def _client_env() -> dict[str, str]:
+    """os.environ and what slurm/testbed/env exports."""
+    script = '. "$1" && env -0'
+    out = subprocess.run(["bash", "-c", script, "bash", TESTBED / "env"], text=True, capture_output=True, check=True)
+    return dict(entry.split("=", 1) for entry in out.stdout.split("\0") if "=" in entry)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster, all of it up. One that was up before the session stays up after it."""
+    status = _testbed("status")
+    if status.returncode:
+        up = _testbed("up")
+        if up.returncode == CANNOT_RUN and os.environ.get("CLUSTERTRAIN_REQUIRE_SLURM") != "1":
+            pytest.skip(up.stderr.strip())
+        if up.returncode:
+            pytest.fail(f"slurm/testbed/up: exit status {up.returncode}\n{up.stdout}{up.stderr}", pytrace=False)
+    yield Cluster(_client_env())
+    if status.returncode == 3:
+        down = _testbed("down")
+        assert down.returncode == 0, down.stderr

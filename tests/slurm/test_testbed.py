@@ -1,0 +1,128 @@
+"""The testbed keeps its word: what the other tests of this folder build on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Cluster
+
+pytestmark = pytest.mark.slurm
+
+NODES = ["node01", "node02", "node03", "node04"]
+
+Submit = Callable[..., str]
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
+    """Submit a batch script from its text and sbatch's options; what still runs at the end is cancelled."""
+    jobs: list[str] = []
+
+    def sbatch(script: str, *options: str) -> str:
+        path = tmp_path / f"job{len(jobs)}.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        out = cluster.run("sbatch", "--parsable", f"--chdir={tmp_path}", "--open-mode=append", *options, str(path))
+        jobs.append(out.stdout.strip())
+        return jobs[-1]
+
+    yield sbatch
+    if jobs:
+        cluster.run("scancel", *jobs)
+        cluster.wait_for(
+            lambda: not cluster.run("squeue", "-h", "-j", ",".join(jobs), check=False).stdout,
+            60,
+            f"the end of jobs {jobs}",
+        )
+
+
+@pytest.fixture
+def healed(cluster: Cluster) -> Iterator[str]:
+    """A host that the test may break."""
+    yield "node03"
+    cluster.heal_node("node03")
+
+
+def test_both_partitions_have_four_idle_hosts(cluster: Cluster) -> None:
+    cluster.wait_for(lambda: set(cluster.node_states().values()) == {"idle"}, 60, "four idle hosts")
+    out = cluster.run("sinfo", "-h", "-o", "%R %T %D %N").stdout
+    assert sorted(out.splitlines()) == ["high idle 4 node[01-04]", "low idle 4 node[01-04]"]
+
+
+def test_a_step_sees_its_host_and_its_gpus(cluster: Cluster) -> None:
+    script = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
+    out = cluster.run("srun", "-N4", "--ntasks-per-node=1", "--gpus-per-node=2", "bash", "-c", script).stdout
+    assert sorted(out.splitlines()) == [f"{node} 0,1" for node in NODES]
+
+
+def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    """What gloo needs: each host's own name leads to its address, and the others connect to that."""
+    script = (
+        "import os, socket, time\n"
+        "if os.environ['SLURM_PROCID'] == '0':\n"
+        "    server = socket.create_server((socket.gethostname(), 0))\n"
+        "    server.settimeout(60)\n"
+        "    open('port.new', 'w').write(f'{socket.gethostname()} {server.getsockname()[1]}')\n"
+        "    os.rename('port.new', 'port')\n"
+        "    print('from', server.accept()[1][0])\n"
+        "else:\n"
+        "    deadline = time.monotonic() + 60\n"
+        "    while not os.path.exists('port') and time.monotonic() < deadline:\n"
+        "        time.sleep(0.05)\n"
+        "    host, port = open('port').read().split()\n"
+        "    print('to', socket.create_connection((host, int(port)), 60).getpeername()[0])\n"
+    )
+    out = cluster.run(
+        "srun", "-w", "node02,node04", "-N2", "-n2", f"--chdir={tmp_path}", "python3", "-c", script
+    ).stdout
+    assert sorted(out.splitlines()) == ["from 10.77.0.14", "to 10.77.0.12"]
+
+
+def test_a_job_in_low_gets_sigterm_and_is_requeued_for_one_in_high(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    """SIGTERM at the start of the grace time, SIGKILL and the requeue at its end, then a second start."""
+    log = tmp_path / "log"
+    step = f"trap 'echo TERM >>{log}' TERM; echo start >>{log}; while true; do sleep 0.2; done"
+    low = submit(f"srun bash -c {step!r}", "-N1", "-w", "node02", "--exclusive", "-p", "low")
+    cluster.wait_for(lambda: log.exists() and "start" in log.read_text(), 60, "the start of the job in low")
+    submit("sleep 1", "-N1", "-w", "node02", "--exclusive", "-p", "high")
+    cluster.wait_for(lambda: "TERM" in log.read_text(), 60, "SIGTERM in the job in low")
+    assert cluster.run("squeue", "-h", "-j", low, "-o", "%T").stdout.strip() == "RUNNING"
+    cluster.wait_for(lambda: cluster.job_states(low)[:1] == ["PREEMPTED"], 90, "the preemption of the job in low")
+    cluster.wait_for(lambda: log.read_text().count("start") == 2, 90, "the second start of the job in low")
+    cluster.wait_for(lambda: cluster.job_states(low) == ["PREEMPTED", "RUNNING"], 30, "both attempts in sacct")
+
+
+def test_a_killed_host_goes_down_and_its_job_is_requeued(
+    cluster: Cluster, submit: Submit, healed: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    job = submit(f"srun bash -c 'hostname >>{log}; sleep 600'", "-N2", "-w", f"node02,{healed}")
+    cluster.wait_for(lambda: log.exists() and len(log.read_text().split()) == 2, 60, "a task on each host")
+    cluster.kill_node(healed)
+    cluster.wait_for(lambda: cluster.node_states()[healed].startswith("down"), 120, f"{healed} seen as down")
+    cluster.wait_for(lambda: cluster.job_states(job)[:1] == ["NODE_FAIL"], 30, "NODE_FAIL in sacct")
+    cluster.heal_node(healed)
+    cluster.wait_for(lambda: len(log.read_text().split()) == 4, 90, "the second start on the healed host")
+
+
+def test_a_host_healed_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, healed: str) -> None:
+    """As after a reboot: slurmctld must not believe in processes that are gone."""
+    job = submit("sleep 600", "-N1", "-w", healed, "--no-requeue")
+    cluster.wait_for(lambda: cluster.job_states(job) == ["RUNNING"], 60, "the start of the job")
+    cluster.kill_node(healed)
+    cluster.heal_node(healed)
+    cluster.wait_for(lambda: cluster.job_states(job) == ["NODE_FAIL"], 60, "NODE_FAIL in sacct")
+    assert cluster.run("srun", "-w", healed, "hostname").stdout.strip() == healed
+
+
+def test_a_partitioned_host_goes_down_and_comes_back(cluster: Cluster, healed: str) -> None:
+    cluster.partition_node(healed)
+    cluster.wait_for(lambda: cluster.node_states()[healed].startswith("down"), 120, f"{healed} seen as down")
+    cluster.heal_node(healed)
+    assert cluster.run("srun", "-w", healed, "hostname").stdout.strip() == healed
