@@ -68,8 +68,9 @@ class CheckpointManager:
         """
         started = clock.monotonic()
         staging = index.staging_folder(self._root, step, self._attempt)
-        self._on_rank_0(lambda: _fresh_folder(staging), f"checkpoint of step {step} cannot be started")
+        self._on_rank_0(lambda: _fresh_folder(staging), f"{staging}: cannot be made")
         told: dict[str, Any] = {"trouble": None}
+        values: dict[str, Any] = {}
         try:
             blocks, values, own = collect(state, rank_state or {}, self._ranks.rank, self._ranks.world_size)
             told["records"] = write_blocks(staging, self._ranks.rank, blocks)
@@ -78,7 +79,8 @@ class CheckpointManager:
             told["trouble"] = _words(e)
         everybody = self._ranks.gather(told)
         size = self._on_rank_0(
-            lambda: self._commit(step, staging, everybody, values), f"checkpoint of step {step} was not saved"
+            lambda: self._commit(step, staging, everybody, values),
+            f"{self._root}: the checkpoint of step {step} was not saved",
         )
         saved = Saved(step, index.step_folder(self._root, step), size, clock.monotonic() - started)
         if self._ranks.rank == 0:
@@ -95,7 +97,7 @@ class CheckpointManager:
                 outcome = {"trouble": _words(e)}
         outcome = self._ranks.broadcast(outcome)
         if "trouble" in outcome:
-            raise CheckpointError(f"{failure}: {outcome['trouble']}", fix=f"check space and quota of {self._root}")
+            raise CheckpointError(f"{failure}: {outcome['trouble']}")
         return outcome["value"]
 
     def _commit(self, step: int, staging: Path, everybody: list[dict[str, Any]], values: dict[str, Any]) -> int:
@@ -124,7 +126,8 @@ class CheckpointManager:
 
     def _retire(self) -> None:
         try:
-            offline.prune(self._root, self._keep)
+            # Without reading all bytes again: that would take as long as a restore, at every save.
+            offline.prune(self._root, self._keep, good=offline.looks_whole)
         except OSError as e:
             # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
             log.warning("old checkpoints in %s could not be deleted: %s", self._root, e)
@@ -141,7 +144,7 @@ class CheckpointManager:
             CheckpointError: there are checkpoints and none verifies, or they are of other objects.
         """
         started = clock.monotonic()
-        self._on_rank_0(self._sweep, "the checkpoint folder cannot be used")
+        self._on_rank_0(self._sweep, f"{self._root}: cannot be used for checkpoints")
         steps = self._ranks.broadcast([index.step_of(p) for p in index.folders(self._root) if index.is_committed(p)])
         skipped: list[dict[str, Any]] = []
         for step in reversed(steps):

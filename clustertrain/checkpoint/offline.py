@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,18 +125,27 @@ def looks_whole(folder: Path) -> bool:
     return True
 
 
-def prune(root: Path, keep: int) -> list[Path]:
+def verifies(folder: Path) -> bool:
+    """Every byte is as it was written."""
+    try:
+        verify(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:
     """Delete all but the newest ``keep`` committed checkpoints; returns what was deleted.
 
-    The newest one that looks whole always stays, however many newer ones there are: where all of those are damaged it
+    The newest one that is ``good`` always stays, however many newer ones there are: where all of those are damaged it
     is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
     """
     committed = [p for p in index.folders(root) if index.is_committed(p)]
     kept = set(committed[-keep:]) if keep > 0 else set()
-    good = next((p for p in reversed(committed) if looks_whole(p)), None)
-    doomed = [p for p in committed if p not in kept and p != good]
-    if good is not None:  # what was set aside as damaged has been overtaken by then
-        newest = index.step_of(good) or 0
+    newest_good = next((p for p in reversed(committed) if good(p)), None)
+    doomed = [p for p in committed if p not in kept and p != newest_good]
+    if newest_good is not None:  # what was set aside as damaged has been overtaken by then
+        newest = index.step_of(newest_good) or 0
         doomed += [p for p in index.set_aside(root) if (index.step_of(p) or 0) <= newest]
     for folder in doomed:
         remove(folder)

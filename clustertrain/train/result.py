@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio, settings
-from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, EnvironmentNotFit
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
 
 Ending = Literal["completed", "stopped", "failed"]
 Kind = Literal["user_error", "communication", "out_of_memory", "environment"]
@@ -26,9 +26,10 @@ _MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What sort of failure it is, for the decision about a requeue."""
+    """What sort of failure it is, for the decision about a requeue: after ``environment`` (a recipe, machine, disk or
+    set of checkpoints that is not fit) a requeue would fail the same way, so the exit code is 78."""
     words = str(error).lower()
-    if isinstance(error, (EnvironmentNotFit, CheckpointError)):
+    if isinstance(error, (ConfigError, CheckpointError)):
         return "environment"
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return "environment"
@@ -42,11 +43,6 @@ def kind_of(error: BaseException) -> Kind:
         if any(w in words for w in _COMMUNICATION):
             return "communication"
     return "user_error"
-
-
-def exit_code_of(error: BaseException) -> int:
-    code = error.exit_code if isinstance(error, ClusterTrainError) else EXIT_FAILED
-    return code if code == EXIT_CONFIG else EXIT_FAILED
 
 
 class RankResult:
@@ -69,13 +65,14 @@ class RankResult:
 
     def failed(self, error: BaseException) -> int:
         """Record ``error``; returns the exit code that goes with it."""
-        code = exit_code_of(error)
+        kind = kind_of(error)
+        code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
         told = {
             "type": type(error).__name__,
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error))[-16_384:],
         }
-        self._write("failed", exit_code=code, kind=kind_of(error), error=told)
+        self._write("failed", exit_code=code, kind=kind, error=told)
         return code
 
     def _write(

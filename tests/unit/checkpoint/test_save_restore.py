@@ -1,0 +1,330 @@
+"""One process: what goes into a checkpoint comes back, and damage is never restored."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline, writer
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.errors import CheckpointError, NotFound
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        out: torch.Tensor = self.norm(self.a(x))
+        return out
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def make_state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    return {"model": net, "optimizer": optimizer, "scheduler": scheduler, "note": {"epoch": seed}}
+
+
+def train(state: dict[str, Any], steps: int = 3) -> None:
+    dtype = next(state["model"].parameters()).dtype
+    for _ in range(steps):
+        state["model"](torch.randn(8, 4, dtype=dtype)).square().sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["scheduler"].step()
+
+
+def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    inner = [v for s in state["optimizer"].state.values() for v in s.values()]
+    return [*state["model"].parameters(), *state["model"].buffers(), *inner]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "with space" / "checkpoints"
+
+
+@pytest.fixture
+def manager(root: Path) -> CheckpointManager:
+    return CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, keep=3)
+
+
+def flip(path: Path, at: int = 10) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_everything_comes_back(manager: CheckpointManager, dtype: torch.dtype) -> None:
+    old = make_state(1, dtype)
+    train(old)
+    saved = manager.save(3, old, {"random": torch.get_rng_state()})
+    new = make_state(2, dtype)
+    restored = manager.restore(new)
+    assert restored is not None
+    assert (restored.step, restored.skipped, saved.bytes > 0) == (3, [], True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(old), tensors(new), strict=True))
+    assert new["model"].seen == old["model"].seen == 24
+    assert new["note"] == {"epoch": 1}
+    assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
+    assert torch.equal(restored.rank_state["random"], torch.get_rng_state()) is False
+    torch.set_rng_state(restored.rank_state["random"])
+    train(new)
+    torch.set_rng_state(restored.rank_state["random"])
+    train(old)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(old), tensors(new), strict=True))
+
+
+def test_nothing_to_restore(manager: CheckpointManager) -> None:
+    assert manager.restore(make_state()) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: flip(f / "rank-0.bin"),
+        lambda f: flip(f / "rank-0.bin", -1),
+        lambda f: os.truncate(f / "rank-0.bin", 40),
+        lambda f: (f / "rank-0.bin").unlink(),
+        lambda f: flip(f / "manifest.json", 100),
+        lambda f: (f / "manifest.json").unlink(),
+        lambda f: (f / "COMMITTED").write_bytes(b""),
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointManager, root: Path, damage: Any) -> None:
+    old = make_state(1)
+    train(old)
+    manager.save(3, old)
+    train(old)
+    kept = [t.clone() for t in tensors(make_state(1))]
+    manager.save(6, old)
+    damage(index.step_folder(root, 6))
+    with pytest.raises(Damaged):
+        offline.verify(index.step_folder(root, 6))
+    new = make_state(2)
+    restored = manager.restore(new)
+    assert restored is not None
+    assert restored.step == 3
+    assert [s["step"] for s in restored.skipped] == [6]
+    assert str(index.step_folder(root, 6)) in restored.skipped[0]["why"]
+    assert len(tensors(new)) > len(kept)
+    # Set aside, so that neither a later restart nor retention takes it for the newest.
+    assert [index.step_of(p) for p in index.folders(root)] == [3]
+    again = manager.restore(make_state(2))
+    assert again is not None
+    assert again.skipped == []
+    manager.save(6, new)
+    assert index.set_aside(root) == []
+    offline.verify(index.step_folder(root, 6))
+
+
+def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: CheckpointManager, root: Path) -> None:
+    manager.save(3, make_state())
+    flip(index.step_folder(root, 3) / "rank-0.bin")
+    with pytest.raises(CheckpointError, match=r"no checkpoint verifies(.|\n)*rank-0\.bin"):
+        manager.restore(make_state())
+    assert [index.step_of(p) for p in index.folders(root)] == [3]
+
+
+def test_an_uncommitted_folder_is_never_restored(manager: CheckpointManager, root: Path) -> None:
+    manager.save(3, make_state())
+    manager.save(6, make_state())
+    (index.step_folder(root, 6) / "COMMITTED").unlink()
+    restored = manager.restore(make_state())
+    assert restored is not None
+    assert restored.step == 3
+    manager.save(6, make_state())
+    offline.verify(index.step_folder(root, 6))
+
+
+def test_a_changed_model_is_an_error_and_not_damage(manager: CheckpointManager) -> None:
+    manager.save(3, make_state())
+    other = make_state()
+    other["model"].a = nn.Linear(5, 3)
+    other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
+    with pytest.raises(CheckpointError, match=r"model/a\.weight has shape \(3, 4\) there and \(3, 5\) here"):
+        manager.restore(other)
+    more = {**make_state(), "ema": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="holds no state ema"):
+        manager.restore(more)
+    fewer = make_state()
+    fewer["model"].norm = nn.Identity()
+    fewer["optimizer"] = torch.optim.AdamW(fewer["model"].parameters())
+    with pytest.raises(CheckpointError, match="which the model lacks"):
+        manager.restore(fewer)
+
+
+def test_an_optimizer_over_something_else_is_named(manager: CheckpointManager) -> None:
+    state = make_state()
+    state["optimizer"] = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="of no module in the state"):
+        manager.save(1, state)
+
+
+def test_a_newer_format_is_refused(manager: CheckpointManager, root: Path) -> None:
+    manager.save(3, make_state())
+    marker = index.step_folder(root, 3) / "COMMITTED"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="written in format 99"):
+        manager.restore(make_state())
+
+
+def test_retention_keeps_the_newest_and_the_newest_whole_one(manager: CheckpointManager, root: Path) -> None:
+    for step in range(1, 6):
+        manager.save(step, make_state())
+    assert [index.step_of(p) for p in index.folders(root)] == [3, 4, 5]
+    for step in (4, 5):
+        os.truncate(index.step_folder(root, step) / "rank-0.bin", 8)
+    assert [p.name for p in offline.prune(root, 1)] == ["step-00000004"]
+    assert [index.step_of(p) for p in index.folders(root)] == [3, 5]
+
+
+def test_prune_counts_a_flipped_byte(manager: CheckpointManager, root: Path) -> None:
+    for step in (1, 2):
+        manager.save(step, make_state())
+    flip(index.step_folder(root, 2) / "rank-0.bin")
+    assert offline.prune(root, 1) == []
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
+    manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.save(3, make_state())
+
+    def full(fd: int, data: memoryview) -> None:
+        os.write(fd, data[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write_all", full)
+        with pytest.raises(CheckpointError, match=r"step 6 was not saved: rank 0: .*No space left"):
+            manager.save(6, make_state())
+    assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
+    manager.save(6, make_state())
+    offline.verify(index.step_folder(root, 6))
+
+
+class Killed(BaseException):
+    pass
+
+
+def _die_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
+    """From the n-th change to the disk on nothing more happens, as after a kill. Returns the changes so far."""
+    done: list[str] = []
+
+    def guard(target: Any, name: str) -> None:
+        original = getattr(target, name)
+
+        def call(*args: Any, **kw: Any) -> Any:
+            if len(done) >= n:
+                raise Killed
+            done.append(name)
+            return original(*args, **kw)
+
+        monkeypatch.setattr(target, name, call)
+
+    guard(os, "write")
+    guard(os, "fsync")
+    guard(os, "mkdir")
+    guard(os, "rename")
+    guard(os, "replace")
+    guard(os, "unlink")
+    guard(shutil, "rmtree")
+    return done
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
+    root: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
+) -> None:
+    step, n = (3 if same_step else 6), 0
+    while True:
+        shutil.rmtree(root, ignore_errors=True)
+        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, keep=1)
+        first.save(3, make_state(1))
+        old = offline.digest(offline.find(root))
+        with monkeypatch.context() as patch:
+            done = _die_at(patch, n)
+            try:
+                first.save(step, make_state(2))
+                finished = True
+            except Killed:
+                finished = False
+        new_state = make_state(5)
+        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, keep=1)
+        restored = second.restore(new_state)
+        assert restored is not None, f"after {done}"
+        assert restored.skipped == []
+        digest = offline.digest(restored.path)
+        assert restored.step in (3, step)
+        if finished:
+            assert digest != old
+            break
+        assert not [p for p in root.iterdir() if p.name.startswith(".")], f"after {done}"
+        n += 1
+    assert n > 10
+
+
+def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> None:
+    assert offline.list_checkpoints(root) == []
+    with pytest.raises(NotFound, match="steps there: none"):
+        offline.find(root)
+    state = make_state()
+    manager.save(3, state)
+    train(state)
+    manager.save(6, state)
+    rows = offline.list_checkpoints(root)
+    assert [(r["step"], r["committed"], r["verified"], r["engine"], r["world_size"]) for r in rows] == [
+        (3, True, True, "raw", 1),
+        (6, True, True, "raw", 1),
+    ]
+    assert rows[0]["layout"] == {"strategy": "single"}
+    assert rows[0]["bytes"] == sum(p.stat().st_size for p in Path(rows[0]["path"]).iterdir())
+    assert offline.list_checkpoints(root, verify=False)[0]["verified"] is None
+    assert offline.find(root) == index.step_folder(root, 6)
+    assert offline.digest(offline.find(root, 3)) != offline.digest(offline.find(root, 6))
+    with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
+        offline.find(root, 5)
+    flip(index.step_folder(root, 3) / "rank-0.bin")
+    row = offline.list_checkpoints(root)[0]
+    assert row["verified"] is False
+    assert "rank-0.bin" in row["damage"]
+    with pytest.raises(Damaged, match=r"rank-0\.bin"):
+        offline.digest(index.step_folder(root, 3))
+
+
+def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: CheckpointManager, root: Path) -> None:
+    manager.save(1, make_state(), {"random": 1})
+    manager.save(2, {**make_state(), "note": "another"}, {"random": 2})
+    assert offline.digest(offline.find(root, 1)) == offline.digest(offline.find(root, 2))
+
+
+def test_loading_torch_is_not_needed_to_look_at_checkpoints() -> None:
+    code = "import sys, clustertrain.cli.checkpoint; sys.exit('torch' in sys.modules)"
+    from clustertrain import proc
+
+    proc.run([__import__("sys").executable, "-c", code])

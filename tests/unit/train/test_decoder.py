@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import DataSpec, ModelSpec, OptimSpec
+from clustertrain.train.context import RankContext
+from clustertrain.train.model import Decoder, RotaryTable, rotate
+from clustertrain.train.optim import adamw, decay_groups
+from clustertrain.train.parallelize import parallelize
+from clustertrain.train.text import ByteText
+
+CPU = torch.device("cpu")
+ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, None, None)
+
+
+def build(**kw: object) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(**kw))  # type: ignore[arg-type]
+    built = parallelize(model, ALONE, None, seed=3)
+    assert isinstance(built, Decoder)
+    return built
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_at_initialisation_is_that_of_guessing(tied: bool) -> None:
+    text = ByteText(DataSpec(seq_len=64, max_bytes=100_000))
+    tokens = torch.stack([text[i] for i in range(16)])
+    logits = build(tie_embeddings=tied)(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(256), rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_the_plan_counts(tied: bool) -> None:
+    model = build(tie_embeddings=tied)
+    assert sum(p.numel() for p in model.parameters()) == model.spec.parameters()
+
+
+def test_no_token_sees_what_comes_after_it() -> None:
+    model = build()
+    a = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(0))
+    b = a.clone()
+    b[0, 12:] = 0
+    assert torch.equal(model(a)[0, :12], model(b)[0, :12])
+
+
+def test_rotation_keeps_lengths_and_depends_on_the_distance_alone() -> None:
+    cos, sin = RotaryTable(16, 10_000.0).get(32, CPU)
+    q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 32, 16)
+    rq, rk = rotate(q, cos, sin), rotate(k, cos, sin)
+    assert torch.allclose(rq.norm(dim=-1), q.norm(dim=-1), atol=1e-5)
+    scores = (rq @ rk.transpose(-1, -2))[0, 0]
+    assert torch.allclose(scores[5, 2], scores[20, 17], atol=1e-4)
+    assert not torch.allclose(scores[5, 2], scores[20, 16], atol=1e-4)
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    assert torch.equal(build().layers[1].ffn.up.weight, build().layers[1].ffn.up.weight)
+    model = build()
+    assert not torch.equal(model.layers[0].ffn.up.weight, model.layers[1].ffn.up.weight)
+    # A deeper model starts with the same first layer: no draw shifts another one's.
+    assert torch.equal(build(layers=6).layers[0].attention.q.weight, model.layers[0].attention.q.weight)
+
+
+def test_decay_spares_norms_biases_and_embeddings() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    with_decay, without = decay_groups(model, 0.1)
+    assert [tuple(p.shape) for p in with_decay["params"]] == [(4, 4)]  # type: ignore[attr-defined]
+    assert len(without["params"]) == 4  # type: ignore[arg-type]
+    assert (with_decay["weight_decay"], without["weight_decay"]) == (0.1, 0.0)
+    optimizer = adamw(build(), OptimSpec(), CPU)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(build().parameters()))
+
+
+def test_text_is_the_same_corpus_everywhere(tmp_path: object) -> None:
+    text = ByteText(DataSpec(seq_len=10, max_bytes=1_000))
+    assert len(text) == 99
+    assert torch.equal(text[3][1:], torch.cat((text[3][1:-1], text[4][:1])))
