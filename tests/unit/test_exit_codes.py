@@ -1,0 +1,132 @@
+"""The exit codes and last words of the command line, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from clustertrain import errors
+from clustertrain.cli import main as command_line
+from clustertrain.errors import ClusterTrainError
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """No runs, no Slurm, no profile."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    return {**clean, "CLUSTERTRAIN_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "no-programs")}
+
+
+def _run(env: Mapping[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clustertrain", *argv]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def _classes() -> dict[str, type[ClusterTrainError]]:
+    found = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    return {name: value for name, value in found.items() if issubclass(value, ClusterTrainError)}
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = re.findall(r"^[│├└─ ]*(\w+) +(\d+) ", errors.__doc__ or "", flags=re.MULTILINE)
+    assert {name: int(code) for name, code in drawn} == {n: c.exit_code for n, c in _classes().items()}
+
+
+def test_the_codes() -> None:
+    named = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert named == {
+        "EXIT_DONE": 0, "EXIT_FAILED": 1, "EXIT_USAGE": 2, "EXIT_STOPPED": 75, "EXIT_CONFIG": 78, "EXIT_NO_REQUEUE": 93
+    }  # fmt: skip
+    assert {c.exit_code for c in _classes().values()} <= set(named.values())
+
+
+def test_an_error_ends_with_what_to_do() -> None:
+    assert str(ClusterTrainError("it broke", fix="mend it")) == "it broke\n  fix: mend it"
+    assert str(ClusterTrainError("it broke")) == "it broke"
+
+
+@pytest.mark.parametrize("error", list(_classes().values()), ids=lambda c: c.__name__)
+def test_each_error_ends_the_command_with_its_code_and_no_traceback(
+    error: type[ClusterTrainError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> int:
+        raise error("the reason", fix="the way out")
+
+    monkeypatch.setattr(command_line.cli, "main", fail)
+    assert command_line.main() == error.exit_code
+    printed = capsys.readouterr()
+    assert printed.err == "clustertrain: the reason\n  fix: the way out\n"
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("statsu", "status"), ("sumbit", "submit"), ("log", "logs")])
+def test_an_unknown_verb_is_a_usage_error_and_suggests(env: dict[str, str], typed: str, meant: str) -> None:
+    done = _run(env, typed)
+    assert done.returncode == 2
+    assert f"{typed!r}: did you mean {meant}" in done.stderr
+
+
+def test_an_unknown_verb_that_resembles_none_lists_all(env: dict[str, str]) -> None:
+    done = _run(env, "xyzzy")
+    assert done.returncode == 2
+    assert all(verb in done.stderr for verb in command_line.COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["submit", "--nodes", "0"], ["submit", "--nodse", "2"], ["status", "a", "b"]])
+def test_wrong_options_are_usage_errors(env: dict[str, str], argv: list[str]) -> None:
+    done = _run(env, *argv)
+    assert done.returncode == 2
+    assert "Try 'clustertrain" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "wait", "cancel", "requeue", "logs", "telemetry", "checkpoint list"])
+def test_a_run_that_does_not_exist(env: dict[str, str], verb: str) -> None:
+    done = _run(env, *verb.split(), "no-such-run")
+    assert done.returncode == 1
+    assert "no-such-run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_target_that_does_not_exist_is_a_usage_error(env: dict[str, str]) -> None:
+    done = _run(env, "submit", "no-such-recipe.toml")
+    assert done.returncode == 2
+    assert "no-such-recipe.toml: no such file" in done.stderr
+
+
+def test_a_bad_recipe_names_the_key_and_the_nearest(env: dict[str, str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[train]\nstpes = 4\n")
+    done = _run(env, "plan", str(recipe))
+    assert done.returncode == 78
+    assert "train.stpes" in done.stderr
+    assert "did you mean steps?" in done.stderr
+
+
+def test_slurm_that_is_not_there_is_the_environments_fault(env: dict[str, str]) -> None:
+    done = _run(env, "submit", "--backend", "slurm")
+    assert done.returncode == 78
+    assert "sbatch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["list"], ["plan"], ["plan", "--json"], ["submit", "--dry-run"]])
+def test_a_reader_that_has_left_is_no_reason_to_complain(env: dict[str, str], argv: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        command = [sys.executable, "-m", "clustertrain", *argv]
+        done = subprocess.run(
+            command, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+        )
+    finally:
+        os.close(writes)
+    assert done.returncode in (0, 1)
+    assert "Broken" not in done.stderr
+    assert "Traceback" not in done.stderr

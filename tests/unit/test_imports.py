@@ -1,0 +1,125 @@
+"""What starting a command imports. torch takes seconds, and login nodes often have none that works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clustertrain
+from clustertrain.errors import ConfigError
+from clustertrain.launch import filesystem
+from tests.fake_slurm.fixture import fake_slurm  # noqa: F401
+
+# Runs the command line, then writes down every module that is loaded.
+_PROGRAM = """
+import json, pathlib, sys
+report = pathlib.Path(sys.argv.pop(1))
+sys.argv[0] = "clustertrain"
+from clustertrain.cli.main import main
+try:
+    code = main()
+except SystemExit as e:  # click's own way out of --help and --version
+    code = e.code
+report.write_text(json.dumps({"code": code or 0, "modules": sorted(sys.modules)}))
+"""
+_PACKAGE = """
+import json, sys
+before = set(sys.modules)
+import clustertrain
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def _modules(folder: Path, *argv: str) -> set[str]:
+    """The modules that ``clustertrain ARGV`` has loaded at its end."""
+    report = folder / "modules.json"
+    command = [sys.executable, "-c", _PROGRAM, str(report), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=120)
+    assert report.exists(), done.stderr
+    found = json.loads(report.read_text())
+    assert found["code"] == 0, done.stderr
+    return set(found["modules"])
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run that Slurm's stand-in has taken; returns the folder of the test."""
+    request.getfixturevalue("fake_slurm")
+    home = Path(os.environ["CLUSTERTRAIN_HOME"])
+    if not _on_real_disk(tmp_path):
+        pytest.skip(f"{home} is on a filesystem that a submission to Slurm refuses")
+    _modules(tmp_path, "submit", "--name", "imports")
+    return tmp_path
+
+
+def _on_real_disk(folder: Path) -> bool:
+    try:
+        filesystem.check(folder, "folder", shared=True)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["submit", "--help"], ["status", "--help"]], ids=" ".join)
+def test_help_imports_nothing_heavy(tmp_path: Path, argv: list[str]) -> None:
+    heavy = {"torch", "numpy", "rich", "submitit", "jinja2", "pynvml", "psutil", "asyncio"}
+    assert not heavy & _modules(tmp_path, *argv)
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_dry_run_submits_nothing_and_imports_nothing_to_submit_with(tmp_path: Path) -> None:
+    modules = _modules(tmp_path, "submit", "--backend", "local", "--dry-run", "--gpus", "2")
+    assert not {"torch", "numpy", "submitit", "asyncio", "rich", "pynvml"} & modules
+    assert "clustertrain.plan.planner" in modules  # it did its work
+
+
+def test_submit_imports_no_torch(submitted: Path) -> None:
+    modules = _modules(submitted, "submit", "--name", "again")
+    assert "submitit" in modules
+    assert not {"torch", "numpy", "rich", "pynvml"} & modules
+
+
+@pytest.mark.parametrize(
+    ("argv", "proof"),
+    [
+        (["status"], "clustertrain.report.status"),
+        (["status", "--json"], "clustertrain.launch.look"),
+        (["list"], "clustertrain.report.status"),
+        (["telemetry"], "clustertrain.telemetry.query"),
+        (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_reading_a_run_imports_no_torch(submitted: Path, argv: list[str], proof: str) -> None:
+    modules = _modules(submitted, *argv)
+    assert proof in modules
+    assert not {"torch", "submitit", "jinja2"} & modules
+
+
+def test_the_package_imports_only_the_standard_library() -> None:
+    done = subprocess.run([sys.executable, "-c", _PACKAGE], capture_output=True, text=True, check=True, timeout=60)
+    new = json.loads(done.stdout)
+    assert "clustertrain" in new
+    assert [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names] == ["clustertrain"]
+
+
+def test_the_exported_names() -> None:
+    assert sorted(clustertrain.__all__) == ["Session", "__version__", "session"]
+    for name in clustertrain.__all__:
+        assert getattr(clustertrain, name)
+    with pytest.raises(AttributeError, match="sesion"):
+        clustertrain.sesion  # noqa: B018
+
+
+def test_what_scripts_use_of_a_session() -> None:
+    """Scripts of users call these; a name may join the list and none may leave it."""
+    names = {
+        "parallelize", "loader", "accumulate", "autocast", "clip_grad_norm", "mean", "log", "poll", "stop_requested",
+        "evaluation", "steps", "__enter__", "__exit__",
+    }  # fmt: skip
+    assert names <= set(dir(clustertrain.Session))
