@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.claim import Claim, claim, identify
 from clustertrain.agent.signals import Signals
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
@@ -25,7 +26,6 @@ from clustertrain.launch.requeue import Decision, Evidence, Verdict, budget_spen
 from clustertrain.run import attempts, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
-from clustertrain.run.lead import first_lead_s, lead_s
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 
@@ -59,15 +59,18 @@ class Batch:
         self.job_id = held.job_id
         self.attempt: AttemptDir = held.attempt
         self.nodes = held.nodes
-        self.end_time = held.end_time
-        self.lead_s = held.lead_s
+        self.deadline = held.deadline
         self.signals = signals
         self.log = EventLog(self.attempt.events_of("batch"))
         self.parent = os.getppid()
 
     def main(self, step_argv: Sequence[str]) -> int:
         self.log.write(
-            "started", job_id=self.job_id, restart=self._restart(), nodes=list(self.nodes), end_time=self.end_time
+            "started",
+            job_id=self.job_id,
+            restart=self._restart(),
+            nodes=list(self.nodes),
+            end_time=self.deadline.end_time,
         )
         step = Step(self._start(step_argv))
         while step.child.poll() is None:
@@ -111,7 +114,11 @@ class Batch:
 
     def _look(self, step: Step) -> None:
         now = clock.monotonic()
-        if self.signals.first and step.stop_at is None:
+        if (
+            self.signals.first
+            and step.stop_at is None
+            and not self.deadline.explains(self.signals.received, clock.now())
+        ):
             self._ask_to_stop(step, f"signal:{self.signals.first}")
         if now < step.next_look:
             return
@@ -119,6 +126,11 @@ class Batch:
         if now >= step.next_ask:
             step.next_ask = now + ASK_SCHEDULER_S
             self._refresh_deadline()
+        if step.stop_at is None and (self.signals.first or self.attempt.warned.exists()):
+            # The warning before the time limit, which the agents count down to by themselves; or a preemption.
+            view = self._view()
+            if view is not None and view.preempt_time is not None:
+                self._ask_to_stop(step, "preemption")
         asked = fsio.read_json(self.attempt.requeue_asked)
         if asked is not None and not step.requeue_asked:
             step.requeue_asked, step.new_options = True, asked["options"]
@@ -136,9 +148,9 @@ class Batch:
 
     def _refresh_deadline(self) -> None:
         view = self._view()
-        if view is not None and view.end_time is not None and view.end_time != self.end_time:
-            self.end_time = view.end_time
-            fsio.write_json(self.attempt.deadline, {"end_time": self.end_time, "lead_s": self.lead_s})
+        if view is not None and view.end_time is not None and view.end_time != self.deadline.end_time:
+            self.deadline = replace(self.deadline, end_time=view.end_time)
+            deadlines.write(self.attempt.deadline, self.deadline)
 
     def _watch_failures(self, step: Step, now: float) -> None:
         """A node that failed leaves the others in a collective, and srun waits for all of them."""
@@ -190,9 +202,8 @@ class Batch:
             accounting=self._accounting(view),
             step_exit=step.child.returncode,
             requeue_asked=step.requeue_asked,
-            end_time=self.end_time,
-            lead_s=self.lead_s,
-            signal_lead_s=first_lead_s(self.run),
+            end_time=self.deadline.end_time,
+            lead_s=self.deadline.lead_s,
             stop_at=min(asked, default=None),
             sources=tuple(sources),
             now=clock.now(),
@@ -266,7 +277,7 @@ def main() -> int:
         spec = load_spec(run)
         backend = backend_named("local" if settings.LOCAL_JOB in os.environ else "slurm")
         me = identify(os.environ, backend)
-        held = claim(run, me, backend, lead_s(run))
+        held = claim(run, me, backend)
     except ClusterTrainError as e:
         print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
         return e.exit_code

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clustertrain import clock, fsio, settings
+from clustertrain.agent import deadline as deadlines
+from clustertrain.agent.deadline import Deadline
 from clustertrain.errors import ClusterTrainError, NotOwner
 from clustertrain.launch.backend import COMPLETING, PENDING, Backend, JobStart
 from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.lead import first_lead_s, lead_s
 
 HALF_CLAIMED_S = 10.0  # for a claimer to write its record after the mkdir
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
@@ -35,8 +38,7 @@ class Claim:
     attempt: AttemptDir
     job_id: str
     nodes: tuple[str, ...]
-    end_time: float | None
-    lead_s: float
+    deadline: Deadline
 
 
 def identify(environ: Mapping[str, str], backend: Backend) -> Identity:
@@ -51,7 +53,7 @@ def identify(environ: Mapping[str, str], backend: Backend) -> Identity:
     return Identity(job_id=job_id, restart=restart, nodes=backend.own_nodes(environ), end_time=end_time)
 
 
-def claim(run: RunDir, me: Identity, backend: Backend, lead_s: float) -> Claim:
+def claim(run: RunDir, me: Identity, backend: Backend) -> Claim:
     """Close the open attempts before this one and claim the next.
 
     Raises:
@@ -65,7 +67,7 @@ def claim(run: RunDir, me: Identity, backend: Backend, lead_s: float) -> Claim:
         numbers = [a.n for a in run.attempts()]
         attempt_dir = run.attempt(max(numbers, default=0) + 1)
         if fsio.claim_folder(attempt_dir.path):
-            return _furnish(attempt_dir, me, lead_s)
+            return _furnish(run, attempt_dir, me)
         # Somebody was faster. The next round finds that attempt open, and its job alive.
 
 
@@ -137,11 +139,12 @@ def _accounted(attempt: Attempt, backend: Backend) -> JobStart | None:
     return min(rows, key=lambda s: abs((s.start or 0.0) - began))
 
 
-def _furnish(attempt: AttemptDir, me: Identity, lead_s: float) -> Claim:
+def _furnish(run: RunDir, attempt: AttemptDir, me: Identity) -> Claim:
+    deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run), signal_lead_s=first_lead_s(run))
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
         folder.mkdir(mode=0o750)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
-    fsio.write_json(attempt.deadline, {"end_time": me.end_time, "lead_s": lead_s})
+    deadlines.write(attempt.deadline, deadline)
     fsio.write_json(
         attempt.record,
         {
@@ -153,4 +156,4 @@ def _furnish(attempt: AttemptDir, me: Identity, lead_s: float) -> Claim:
             "t": clock.now(),
         },
     )
-    return Claim(attempt=attempt, job_id=me.job_id, nodes=me.nodes, end_time=me.end_time, lead_s=lead_s)
+    return Claim(attempt=attempt, job_id=me.job_id, nodes=me.nodes, deadline=deadline)

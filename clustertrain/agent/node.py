@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
@@ -93,6 +94,7 @@ class Agent:
         self.log = EventLog(place.attempt.events_of(f"agent-{place.node}"))
         self.rank_dir = Path(tempfile.mkdtemp(prefix=f"clustertrain-{place.run.id}-"))
         self.stopping: str | None = None
+        self.deadline = deadlines.read(place.attempt.deadline)
         self.aborted = False
 
     def run(self) -> NodeResult:
@@ -196,7 +198,7 @@ class Agent:
                     failed_at = failed_at or clock.monotonic()
                 self._look_for_stop()
             if self.signals.first and self.stopping is None:
-                self._stop_ranks(f"signal:{self.signals.first}")
+                self._heed_signals()
             waited = clock.monotonic()
             if self.aborted or _past(failed_at, AFTER_FAILURE_S, waited) or _past(ended_at, AFTER_END_S, waited):
                 return
@@ -208,10 +210,16 @@ class Agent:
             self.aborted = True
         elif order is not None and self.stopping is None:
             self._stop_ranks("batch")
-        deadline = fsio.read_json(self.place.attempt.deadline)
-        end, lead = (deadline.get("end_time"), deadline.get("lead_s")) if deadline else (None, None)
-        if self.stopping is None and end is not None and lead is not None and clock.now() >= end - lead:
+        self.deadline = deadlines.read(self.place.attempt.deadline) or self.deadline
+        if self.stopping is None and self.deadline is not None and self.deadline.due(clock.now()):
             self._stop_ranks("deadline")
+
+    def _heed_signals(self) -> None:
+        if self.deadline is None or not self.deadline.explains(self.signals.received, clock.now()):
+            self._stop_ranks(f"signal:{self.signals.first}")
+        elif self.place.node_rank == 0 and not self.place.attempt.warned.exists():
+            # A preemption announced by the same signal is known to the scheduler alone, which batch will ask.
+            fsio.write_json(self.place.attempt.warned, {"t": clock.now()})
 
     def _stop_ranks(self, source: str) -> None:
         self.stopping = source

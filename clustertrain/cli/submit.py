@@ -48,7 +48,17 @@ _OTHER_OPTIONS = (
     click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
     click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
 )
-# All after SCRIPT belongs to SCRIPT.
+
+
+class TargetCommand(click.Command):
+    """Options may stand on either side of a recipe; all after a script belongs to the script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        target = self.make_parser(ctx).parse_args(list(args))[0].get("target")
+        ctx.allow_interspersed_args = isinstance(target, str) and target.endswith(".toml")
+        return super().parse_args(ctx, args)
+
+
 _CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
@@ -87,7 +97,7 @@ def _request(options: dict[str, Any]) -> Any:
     )
 
 
-@click.command(context_settings=_CONTEXT)
+@click.command(cls=TargetCommand, context_settings=_CONTEXT)
 @click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
 @click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
 @click.option("--follow", is_flag=True, help="Show progress until the run ends.")
@@ -138,7 +148,7 @@ def _dry_run(request: Any, as_json: bool) -> int:
     return 0
 
 
-@click.command(context_settings=_CONTEXT)
+@click.command(cls=TargetCommand, context_settings=_CONTEXT)
 @_job_options
 def plan(**options: Any) -> int:
     """Show what submit would choose and why; submit nothing."""

@@ -18,9 +18,6 @@ from clustertrain.run.attempts import Attempt
 Action = Literal["finish", "requeue", "resubmit", "stop", "leave"]
 # How close to the time limit a stop counts as one because of it.
 NEAR_LIMIT_S = 15.0
-# The signal that job.sh asks for before the time limit; Slurm sends it up to a minute early.
-LIMIT_SIGNAL = "SIGUSR2"
-SIGNAL_EARLY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,6 @@ class Evidence:
     requeue_asked: bool
     end_time: float | None
     lead_s: float  # the agents' own countdown
-    signal_lead_s: float  # what `--signal` asked Slurm for, once and for all starts of the job
     stop_at: float | None  # when the stop was asked for
     sources: tuple[str, ...]  # who asked for it
     now: float
@@ -90,10 +86,7 @@ def _stopped(e: Evidence) -> Verdict:
     if e.view is not None and e.view.preempt_time is not None:
         return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
     asked = e.stop_at or e.now
-    lead = e.lead_s
-    if f"signal:{LIMIT_SIGNAL}" in e.sources:
-        lead = max(lead, e.signal_lead_s + SIGNAL_EARLY_S)
-    if e.end_time is not None and asked >= e.end_time - lead - NEAR_LIMIT_S:
+    if e.end_time is not None and asked >= e.end_time - e.lead_s - NEAR_LIMIT_S:
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
     source = ", ".join(e.sources) or "an unknown source"
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")

@@ -14,6 +14,14 @@ def _nearest(value: int, unit: int) -> str:
     return f"{low} or {high}" if low else str(high)
 
 
+DEFAULT_GLOBAL_BATCH = 32
+
+
+def default_global_batch(data_parallel: int) -> int:
+    """For a recipe that names none: the smallest multiple of the ranks that is at least 32 sequences."""
+    return -(-DEFAULT_GLOBAL_BATCH // data_parallel) * data_parallel
+
+
 def per_rank(global_batch: int, data_parallel: int) -> int:
     """Sequences of one rank and step. Raises ConfigError when the global batch does not divide."""
     if global_batch % data_parallel:

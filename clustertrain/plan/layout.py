@@ -13,7 +13,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Degrees of parallelism; their product is the world size.
 
     ``ddp`` replicates over ``dp_replicate`` ranks, ``fsdp`` shards parameters, gradients and optimizer state over
-    ``dp_shard`` ranks. The keys are those of ``plan --json``; what the trainer cannot do yet stays at its neutral value.
+    ``dp_shard`` ranks. The keys are those of ``plan --json``; what the trainer cannot do yet stays neutral.
     """
 
     strategy: Strategy = "single"

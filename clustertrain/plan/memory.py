@@ -1,12 +1,14 @@
-"""Bytes a rank needs, from the shapes of the model. First version: formulas, no measurement.
+"""Bytes a rank needs, from the shapes of the model. First version: formulas, nothing measured on the cluster.
 
 Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
 PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1); activations counted the way of Korthikanti et al. (arXiv
-2205.05198, section 4), for a SwiGLU block with grouped-query attention and no stored attention scores.
+2205.05198, section 4), for the built-in decoder. On the CPU the count is compared with the tensors that autograd really
+keeps, in tests/ranks/test_plan_memory_counted.py; on CUDA it differs by the fused norm and attention, from their code.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -19,7 +21,6 @@ SAFE_FRACTION = 0.8  # of 454 runs none whose estimate lay below 80 % of the mem
 WEIGHT_BYTES = 4  # fp32 master weights; bf16 training keeps them too
 GRAD_BYTES = 4
 OPTIMIZER_BYTES = 8  # AdamW: two fp32 moments
-STATE_BYTES = WEIGHT_BYTES + GRAD_BYTES + OPTIMIZER_BYTES
 # CUDA context 0.5 to 0.9 GiB, process group and NCCL buffers 1 to 2 GiB (stas00/ml-engineering).
 CONTEXT_BYTES = GIB
 DISTRIBUTED_BYTES = GIB
@@ -40,63 +41,86 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-def activation_bytes(model: ModelSpec, seq_len: int, compute_bytes: int) -> int:
-    """What the backward pass keeps of one sequence, without the logits.
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of a rank, and how often it is repeated before the optimizer's step.
 
-    A block keeps, per token: the inputs of its two norms (the residual stream, fp32), both norms' outputs, queries,
-    keys, values and attention output (4 dim + 2 kv), and gate, up, their activation and product (4 hidden), in the
-    compute type; with dropout a mask byte and the masked branch for each of the two residual branches.
+    ``autocast``: weights and residual stream stay fp32 and every linear layer casts its input; without it ``bf16``
+    casts the parameters themselves (FSDP's mixed precision).
     """
+
+    seq_len: int
+    micro_batch: int
+    grad_accum: int = 1
+    compute: Literal["fp32", "bf16"] = "fp32"
+    autocast: bool = False
+    device: str = "cpu"
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.compute == "bf16" else 4
+
+    @property
+    def residual_bytes(self) -> int:
+        return 4 if self.autocast else self.compute_bytes
+
+
+def activation_bytes(model: ModelSpec, run: Pass) -> int:
+    """What autograd keeps of one micro-batch between forward and backward, without the logits.
+
+    Per token and block: each of two norms its input (on the CPU, where it is not fused, two fp32 tensors) and its
+    output once for all linear layers that share it (under autocast once for each of the five); queries, keys, values
+    and attention's output (on the CPU also as a contiguous copy); gate, up, their activation and product; the softmax
+    statistics; with dropout the masks of both branches.
+    """
+    cpu = run.device == "cpu"
+    size = run.compute_bytes
+    norm = 2 * 4 * model.dim if cpu else run.residual_bytes * model.dim
     kv = model.kv_heads * (model.dim // model.heads)
-    block = 2 * model.dim * 4 + compute_bytes * (4 * model.dim + 2 * kv + 4 * model.hidden) + 4 * model.heads
-    if model.dropout:
-        block += 2 * model.dim * (1 + compute_bytes)
-    ends = model.dim * (4 + 2 * compute_bytes)
-    return seq_len * (model.layers * block + ends)
+    linear_inputs = 5 if run.autocast else 2
+    attention = (3 if cpu else 2) * model.dim + 2 * kv
+    mask = model.dim * (size if cpu else 1) if model.dropout else 0
+    statistics = 4 * (model.heads + 2)
+    block = 2 * (norm + mask) + size * (linear_inputs * model.dim + attention + 4 * model.hidden) + statistics
+    ends = norm + size * model.dim + mask
+    return run.micro_batch * run.seq_len * (model.layers * block + ends)
 
 
-def logits_bytes(model: ModelSpec, seq_len: int, compute_bytes: int) -> int:
-    """Logits of one sequence in the compute type, their log-softmax and its gradient in fp32."""
-    return seq_len * model.vocab_size * (compute_bytes + 8)
-
-
-def _gathered_bytes(model: ModelSpec, compute_bytes: int) -> int:
-    """Full parameters and gradients that a sharded rank holds at its peak: embeddings and head stay gathered, of the
-    blocks the running one and the prefetched one."""
-    block = (model.parameters() - _root_parameters(model)) // model.layers
-    return (_root_parameters(model) + 2 * block) * compute_bytes + (_root_parameters(model) + block) * compute_bytes
+def logits_bytes(model: ModelSpec, run: Pass) -> int:
+    """At the start of the backward pass: the logits in the compute type, and in fp32 their log-softmax and the
+    gradients of the loss before and behind it."""
+    return run.micro_batch * run.seq_len * model.vocab_size * (run.compute_bytes + 12)
 
 
 def _root_parameters(model: ModelSpec) -> int:
+    """What is in no block: embeddings, head, last norm."""
     return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + model.dim
 
 
-def of_rank(
-    model: ModelSpec,
-    layout: Layout,
-    *,
-    seq_len: int,
-    micro_batch: int,
-    compute: Literal["fp32", "bf16"],
-    device: str,
-    capacity_gib: float | None,
-) -> Memory:
+def _gathered_bytes(model: ModelSpec, run: Pass) -> tuple[int, int]:
+    """Whole parameters and whole gradients that a sharded rank holds at its peak: embeddings and head for the length
+    of a pass, of the blocks the running and the prefetched one; gradients are reduced from an fp32 copy, and without
+    reduction between micro-batches they are kept whole, in fp32, for all parameters."""
+    root = _root_parameters(model)
+    block = (model.parameters() - root) // model.layers
+    params = (root + 2 * block) * run.compute_bytes
+    if run.grad_accum > 1:
+        return params, model.parameters() * GRAD_BYTES + max(root, block) * GRAD_BYTES
+    return params, (root + block) * run.compute_bytes + max(root, block) * GRAD_BYTES
+
+
+def of_rank(model: ModelSpec, layout: Layout, run: Pass, capacity_gib: float | None) -> Memory:
     """The estimate for one rank of ``layout``; ``fits`` means peak <= 80 % of ``capacity_gib``."""
-    compute_bytes = 2 if compute == "bf16" else 4
-    shards = layout.dp_shard if layout.strategy == "fsdp" else 1
-    held = -(-model.parameters() // shards)
-    params = held * WEIGHT_BYTES
-    grads = held * GRAD_BYTES
+    held = -(-model.parameters() // (layout.dp_shard if layout.strategy == "fsdp" else 1))
+    params, grads = held * WEIGHT_BYTES, held * GRAD_BYTES
     if layout.strategy == "fsdp":
-        params += _gathered_bytes(model, compute_bytes)
-    elif compute == "bf16":
-        params += held * compute_bytes  # autocast keeps its casts of the weights for the length of the forward pass
-    if layout.strategy == "ddp":
-        grads += held * GRAD_BYTES  # the reducer's buckets, a second copy
-    activations = micro_batch * activation_bytes(model, seq_len, compute_bytes)
-    logits = micro_batch * logits_bytes(model, seq_len, compute_bytes)
-    overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if device == "cuda" else 0
+        more_params, more_grads = _gathered_bytes(model, run)
+        params, grads = params + more_params, grads + more_grads
+    elif run.autocast:
+        params += held * run.compute_bytes  # the casts of the weights live as long as the graph
     optimizer = held * OPTIMIZER_BYTES
+    activations, logits = activation_bytes(model, run), logits_bytes(model, run)
+    overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
     peak = params + grads + optimizer + activations + logits + overhead
     return Memory(
         params_gib=params / GIB,

@@ -94,7 +94,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
-        time=Time(flops_per_step=flops_per_step(spec)) if spec.script is None else Time(),
+        time=Time(flops_per_step=flops_per_step(spec, choice.batch.global_batch)) if spec.script is None else Time(),
         nccl=nccl.communication(device, fabric, names),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
         signal_lead_s=lead_s,
@@ -103,13 +103,13 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
     )
 
 
-def flops_per_step(spec: RunSpec) -> float:
+def flops_per_step(spec: RunSpec, global_batch: int) -> float:
     """Forward and backward of one optimizer step over all ranks: 6 a matmul parameter and token, 12 L s h for attention
     scores (arXiv 2205.05198, appendix A, without recomputation; causal masking not deducted)."""
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
     per_token = 6 * matmul + 12 * model.layers * seq_len * model.dim
-    return float(per_token * seq_len * spec.recipe.train.global_batch)
+    return float(per_token * seq_len * global_batch)
 
 
 class _Choice:
@@ -182,8 +182,8 @@ class _Choice:
             "asked for" if train.micro_batch else f"the largest that divides and stays within {self._limit_in_words()}"
         )
         self.reasons.append(
-            f"batch: {train.global_batch} = micro_batch {self.batch.micro_batch} x grad_accum {self.batch.grad_accum} "
-            f"x {self.layout.data_parallel} data-parallel ranks; micro_batch {how}"
+            f"batch: {self.batch.global_batch} = micro_batch {self.batch.micro_batch} x "
+            f"grad_accum {self.batch.grad_accum} x {self.layout.data_parallel} data-parallel ranks; micro_batch {how}"
         )
         if train.precision == "auto":
             why = (
@@ -201,15 +201,17 @@ class _Choice:
         )
 
     def _estimate(self, layout: Layout, micro_batch: int) -> Memory:
-        return memories.of_rank(
-            self.spec.recipe.model,
-            layout,
+        train = self.spec.recipe.train
+        bf16 = self.precision == "bf16"
+        run = memories.Pass(
             seq_len=self.spec.recipe.data.seq_len,
             micro_batch=micro_batch,
-            compute="bf16" if self.precision == "bf16" else "fp32",
+            grad_accum=max(1, train.global_batch // (layout.data_parallel * micro_batch)),
+            compute="bf16" if bf16 else "fp32",
+            autocast=bf16 and layout.strategy != "fsdp",
             device=self.device,
-            capacity_gib=self.capacity,
         )
+        return memories.of_rank(self.spec.recipe.model, layout, run, self.capacity)
 
     def _split_and_need(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""

@@ -42,8 +42,13 @@ class AttemptDir:
 
     @property
     def deadline(self) -> Path:
-        """When the allocation ends, as far as batch knows: ``{"end_time": epoch s, "lead_s": s}``."""
+        """When the allocation ends, as far as batch knows: see :mod:`clustertrain.agent.deadline`."""
         return self.path / "deadline.json"
+
+    @property
+    def warned(self) -> Path:
+        """Written by the first node's agent when it got a signal that only the scheduler can explain."""
+        return self.path / "warned.json"
 
     @property
     def rendezvous(self) -> Path:

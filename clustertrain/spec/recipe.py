@@ -112,17 +112,18 @@ class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     steps: int = 200
-    global_batch: int = 16  # sequences an optimizer step, whatever the number of ranks
+    global_batch: int = 0  # sequences an optimizer step, whatever the number of ranks; 0: chosen by the plan
     micro_batch: int = 0  # sequences a rank and forward pass; 0: chosen by the plan
     seed: int = 1
     precision: Precision = "auto"  # auto: bf16 on GPUs, fp32 on CPU
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch", "log_every"):
+        for name in ("steps", "log_every"):
             positive(name, getattr(self, name))
-        if self.micro_batch < 0:
-            raise ValueError(f"micro_batch = {self.micro_batch}: must be 0 (chosen by the plan) or more")
+        for name in ("global_batch", "micro_batch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen by the plan) or more")
         within("seed", self.seed, 0, 2**63 - 1)
 
 

@@ -60,7 +60,7 @@ def me(job_id: str = "7", restart: int = 0) -> Identity:
 
 
 def test_attempts_are_numbered_from_one(run: RunDir) -> None:
-    held = claim(run, me(), FakeScheduler(), 60.0)
+    held = claim(run, me(), FakeScheduler())
     assert held.attempt.n == 1
     assert fsio.read_json(held.attempt.record)["job_id"] == "7"
 
@@ -70,52 +70,52 @@ def test_attempts_are_numbered_from_one(run: RunDir) -> None:
     [("NODE_FAIL", "node_failure"), ("PREEMPTED", "preempted"), ("TIMEOUT", "time_limit"), ("REQUEUED", "unknown")],
 )
 def test_a_restart_closes_the_attempt_that_died_with_its_node(run: RunDir, word: str, ending: str) -> None:
-    claim(run, me(), FakeScheduler(), 60.0)
+    claim(run, me(), FakeScheduler())
     began = attempts.read_all(run)[0].start
     rows = [JobStart("7", word, start=began, end=began), JobStart("7", "RUNNING", start=began + 100 if began else None)]
-    held = claim(run, me(restart=1), FakeScheduler(past={"7": rows}), 60.0)
+    held = claim(run, me(restart=1), FakeScheduler(past={"7": rows}))
     assert held.attempt.n == 2
     closed = attempts.read_all(run)[0]
     assert (closed.ending, closed.requeued) == (ending, "slurm")
 
 
 def test_the_same_start_never_claims_twice(run: RunDir) -> None:
-    claim(run, me(), FakeScheduler(), 60.0)
+    claim(run, me(), FakeScheduler())
     with pytest.raises(NotOwner):
-        claim(run, me(), FakeScheduler(), 60.0)
+        claim(run, me(), FakeScheduler())
 
 
 def test_a_second_job_leaves_while_the_first_one_runs(run: RunDir) -> None:
-    claim(run, me("7"), FakeScheduler(), 60.0)
+    claim(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="held by job 7"):
-        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}), 60.0)
+        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
 
 
 @pytest.mark.parametrize("state", [None, "PENDING", "NODE_FAIL", "CANCELLED"])
 def test_a_second_job_takes_over_once_the_first_is_over(run: RunDir, state: str | None) -> None:
-    claim(run, me("7"), FakeScheduler(), 60.0)
+    claim(run, me("7"), FakeScheduler())
     jobs = {"7": JobView("7", state)} if state else {}
-    assert claim(run, me("8"), FakeScheduler(jobs=jobs), 60.0).attempt.n == 2
+    assert claim(run, me("8"), FakeScheduler(jobs=jobs)).attempt.n == 2
 
 
 def test_a_job_that_never_leaves_completing_keeps_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPLETING_S", 0.0)
-    claim(run, me("7"), FakeScheduler(), 60.0)
+    claim(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner, match="does not end"):
-        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}), 60.0)
+        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "COMPLETING")}))
 
 
 def test_a_cancelled_run_is_not_started_again(run: RunDir) -> None:
     fsio.write_json(run.cancelled, {})
     with pytest.raises(NotOwner, match="cancelled"):
-        claim(run, me(), FakeScheduler(), 60.0)
+        claim(run, me(), FakeScheduler())
 
 
 def _race(home: str, run_path: Path, job_id: str, start: object, out: object) -> None:
     alive = FakeScheduler(jobs={str(j): JobView(str(j), "RUNNING") for j in range(20)})
     start.wait()  # type: ignore[attr-defined]
     try:
-        out.put(claim(RunDir(run_path), me(job_id), alive, 60.0).attempt.n)  # type: ignore[attr-defined]
+        out.put(claim(RunDir(run_path), me(job_id), alive).attempt.n)  # type: ignore[attr-defined]
     except NotOwner:
         out.put(None)  # type: ignore[attr-defined]
 

@@ -114,7 +114,7 @@ def test_bad_usage_exits_2_and_says_what_is_valid(
 
 
 def test_a_bad_configuration_exits_78(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    assert type_("submit", "--nodes", "3", "--gpus", "7") == 78
+    assert type_("submit", "--nodes", "3", "--gpus", "7", "--set", "train.global_batch=16") == 78
     assert "16 / 21" in capsys.readouterr().err
 
 

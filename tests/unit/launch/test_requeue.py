@@ -31,7 +31,6 @@ def evidence(results: dict[str, dict[str, Any]], **changes: Any) -> Evidence:
         requeue_asked=False,
         end_time=None,
         lead_s=60.0,
-        signal_lead_s=120.0,
         stop_at=None,
         sources=(),
         now=1000.0,
@@ -53,8 +52,6 @@ COMPLETED = {n: result("completed") for n in NODES}
         (evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
         (evidence(STOPPED, requeue_asked=True), endings.PREEMPTED),
         (evidence(STOPPED, end_time=1050.0, stop_at=995.0), endings.TIME_LIMIT),
-        # Slurm's own warning comes as early as job.sh asked for it, and up to a minute earlier.
-        (evidence(STOPPED, end_time=1170.0, stop_at=995.0, sources=("signal:SIGUSR2",)), endings.TIME_LIMIT),
         (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting="CANCELLED by 0"), endings.CANCELLED),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),

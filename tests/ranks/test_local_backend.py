@@ -1,0 +1,177 @@
+"""The local backend with real agents, torchrun and gloo ranks: the same endings as on a cluster, without one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from clustertrain import clock
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.ranks
+SHAPE = ("--backend", "local", "--device", "cpu", "--nodes", "2", "--gpus", "1", "--layout", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    return {**kept, "CLUSTERTRAIN_HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture
+def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def submit(*argv: str) -> Run:
+        made.append(runs.submit(env, *SHAPE, *argv))
+        return made[-1]
+
+    yield submit
+    for run in made:
+        run.call("cancel", run.id, check=False)
+        run.wait_until_final()
+
+
+@pytest.fixture(scope="module")
+def reference(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = runs.submit(env, *SHAPE, str(runs.write_recipe(tmp_path_factory.mktemp("recipe"))))
+    run.complete()
+    return run.digest()
+
+
+def below(run: Run) -> list[psutil.Process]:
+    """Every living process that belongs to the run."""
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path) and p.status() != psutil.STATUS_ZOMBIE:
+                found.append(p)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(
+    submitted: Callable[..., Run], tmp_path: Path, reference: str
+) -> None:
+    recipe = runs.write_recipe(tmp_path, more="[rehearsal]\npreempt_at_steps = [20, 60]\n")
+    run = submitted(str(recipe))
+    status = run.complete()
+    assert run.endings() == ["preempted", "preempted", "completed"]
+    assert runs.resumed_where_they_stopped(status)
+    assert run.digest() == reference
+    goodput = status["goodput"]
+    parts = [v for k, v in goodput.items() if k not in ("wall_s", "ratio")]
+    assert sum(parts) == pytest.approx(goodput["wall_s"])
+
+
+def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_again(
+    submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    # The first start hangs where it can't hear of the stop; the second one does not.
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import clustertrain as ct, os, time\n"
+        "with ct.session() as s:\n"
+        "    for step in s.steps(total=4, state={'done': 0}, checkpoint_every=1):\n"
+        "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
+        "            time.sleep(3600)\n"
+    )
+    recipe_like = ("--set", "rehearsal.preempt_at_steps=[1]", "--set", "rehearsal.grace_s=3")
+    run = submitted(*recipe_like, str(script))
+    status = run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert status["attempts"][0]["requeued"] == "slurm"
+
+
+def test_cancel_ends_every_process_and_the_run_for_good(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    run = submitted(str(runs.write_recipe(tmp_path, steps=100_000)))
+    run.wait_for_step(3)
+    run.call("cancel", run.id)
+    assert run.wait_until_final()["state"] == "cancelled"
+    assert clock.wait_until(lambda: not below(run), 60)
+    assert run.endings() == ["cancelled"]
+    assert run.call("wait", run.id, check=False).returncode == 1
+
+
+def test_a_cancelled_run_is_continued_only_by_hand(
+    submitted: Callable[..., Run], tmp_path: Path, reference: str
+) -> None:
+    run = submitted(str(runs.write_recipe(tmp_path)))
+    run.wait_for_step(20)
+    run.call("cancel", run.id)
+    run.wait_until_final()
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.endings() == ["cancelled", "completed"]
+    assert run.digest() == reference
+
+
+def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
+    submitted: Callable[..., Run], tmp_path: Path, reference: str
+) -> None:
+    run = submitted(str(runs.write_recipe(tmp_path, every=10)))
+    run.wait_for_step(15)
+    supervisor = next(
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "clustertrain.launch.supervisor" in (p.info["cmdline"] or [])
+        and any(c.pid in {b.pid for b in below(run)} for c in p.children())
+    )
+    supervisor.kill()
+    assert clock.wait_until(lambda: not below(run), 90), [p.cmdline() for p in below(run)]
+    status = run.wait_until_final()
+    assert status["state"] == "failed"
+    assert run.endings() == ["node_failure"]
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.digest() == reference
+
+
+def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path, reference: str) -> None:
+    run = submitted(str(runs.write_recipe(tmp_path, every=10)))
+    run.wait_for_step(15)
+    ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-m", "clustertrain", "train"]]
+    ranks[-1].send_signal(signal.SIGKILL)
+    status = run.complete()
+    assert run.endings()[0] in ("unknown", "communication")
+    assert status["attempts"][0]["reason"]
+    assert run.digest() == reference
+
+
+def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
+    run = submitted(str(script))
+    status = run.wait_until_final()
+    assert (status["state"], run.endings()) == ("failed", ["user_error"])
+    assert "no such thing" in status["attempts"][0]["reason"]
+    assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
+
+
+def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    recipe = runs.write_recipe(tmp_path, steps=1000, more="[rehearsal]\npreempt_at_steps = [5]\n")
+    run = submitted("--max-requeues", "0", str(recipe))
+    status = run.wait_until_final()
+    assert (status["state"], run.endings()) == ("failed", ["preempted"])
+    assert "max-requeues" in status["attempts"][0]["stopped"]
+
+
+def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path: Path, reference: str) -> None:
+    """`submit` runs in a session of its own, as in a terminal, which then gets the hang-up."""
+    recipe = runs.write_recipe(tmp_path)
+    argv = [*runs.CLI, "submit", "--wait", *SHAPE, str(recipe)]
+    with subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        run_id = shell.stdout.readline().split()[1]
+        os.killpg(shell.pid, signal.SIGHUP)
+    run = Run(env, {"run": run_id, "job_id": "", "run_dir": Path(env["CLUSTERTRAIN_HOME"]) / "runs" / run_id})
+    run.complete()
+    assert run.digest() == reference
