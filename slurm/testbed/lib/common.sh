@@ -70,11 +70,11 @@ require_commands() {
 # and the kernel allows 107 bytes for a socket's path.
 require_plain_state_path() {
     [[ $state =~ ^/[A-Za-z0-9._/+-]+$ && ${#state} -le 80 ]] ||
-        die "CLUSTERTRAIN_TESTBED_DIR=$state: needs an absolute path of at most 80 characters out of A-Z a-z 0-9 . _ / + -"
+        die "CLUSTERTRAIN_TESTBED_DIR=$state: needs a path of at most 80 characters out of A-Z a-z 0-9 . _ / + -"
 }
 
 # One up, down or node at a time on the whole machine. The lock is taken on a file that is always there (and that up
-# edits in place), so that nothing is left behind; the kernel drops it when the process dies.
+# edits in place), so nothing is left behind; the kernel drops it when the process dies.
 take_lock() {
     exec {lock_fd}</etc/hosts
     flock -w 180 "$lock_fd" || die "another testbed command has been at work for three minutes; see: fuser -v /etc/hosts"

@@ -148,8 +148,8 @@ node_ready() {
 }
 
 wait_node_ready() {
-    wait_until "${2:-45}" node_ready "$1" ||
-        die_log "slurmd-$1" "$1 is $(node_state "$1" 2>&1) after ${2:-45} s, not ready for jobs; also: $state/log/slurmctld.log"
+    wait_until 45 node_ready "$1" ||
+        die_log "slurmd-$1" "$1 takes no jobs after 45 s, is $(node_state "$1" 2>&1); also: $state/log/slurmctld.log"
 }
 
 # With --proctrack cgroup each slurmd has a folder of its own in the freezer, which outlives it.
