@@ -124,3 +124,25 @@ def read_squeue(text: str) -> dict[str, JobView]:
             nodes=expand_nodes(nodes),
         )
     return views
+
+
+SHORT_GRACE_S = 30
+
+
+def preemption_advice(text: str, partition: str) -> list[str]:
+    """Notes on `scontrol --oneliner show partition`, for the named partition or, without a name, the default one."""
+    for line in text.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        named = fields.get("PartitionName", "")
+        if named != partition if partition else fields.get("Default") != "YES":
+            continue
+        grace = fields.get("GraceTime", "")
+        if fields.get("PreemptMode", "OFF") == "OFF" or not grace.isdigit() or int(grace) >= SHORT_GRACE_S:
+            return []
+        if int(grace) == 0:
+            return [
+                f"partition {named} gives a preempted job no grace time: what was done since the last checkpoint is "
+                "then lost, so choose checkpoint.every with care"
+            ]
+        return [f"partition {named} gives a preempted job {grace} s: two steps, a save and the exit must fit into it"]
+    return []

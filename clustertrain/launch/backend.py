@@ -62,6 +62,9 @@ class Backend(Protocol):
     def submit(self, submission: Submission) -> str:
         """Hand the job over and return its id. Raises SchedulerRefused with the scheduler's own words."""
 
+    def advice(self, partition: str) -> list[str]:
+        """What the user should know of that partition ('' is the default one) before the job waits in it."""
+
     def cancel(self, job_id: str) -> None:
         """End the job, pending or running, for good. No error when it has ended already."""
 

@@ -122,6 +122,9 @@ class LocalBackend(Backend):
         child.returncode = 0  # it lives on by itself; nobody waits for it here
         return job_id
 
+    def advice(self, partition: str) -> list[str]:
+        return []
+
     def cancel(self, job_id: str) -> None:
         folder = folder_of(job_id)
         if folder.path.is_dir():

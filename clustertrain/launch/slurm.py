@@ -51,6 +51,11 @@ class SlurmBackend(Backend):
         environ = settings.without_allocation(os.environ if submission.environ is None else submission.environ)
         return submitit_adapter.sbatch(run.script.read_text(), options, run.path, environ)
 
+    def advice(self, partition: str) -> list[str]:
+        # An answer that does not come or does not read is no reason against a submission.
+        done = _ask("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
+        return accounting.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
+
     def cancel(self, job_id: str) -> None:
         # What submitit's Job.cancel runs, with a timeout and the words of a failure.
         done = _ask("scancel", _checked(job_id))

@@ -89,7 +89,7 @@ def _check(prepared: Prepared) -> list[str]:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
     if prepared.backend.name == "slurm":
         render.directives(_script_input(prepared, RunDir(folder.runs_folder() / "unnamed"), prepared.spec, []))
-    return [note for note in found if note]
+    return [note for note in found if note] + prepared.backend.advice(job.partition)
 
 
 def _refuse_home_characters(*, slurm: bool) -> None:

@@ -89,3 +89,20 @@ def test_slurms_words_lose_their_prefixes() -> None:
 )
 def test_states(text: str, state: str) -> None:
     assert accounting.state(text) == state
+
+
+@pytest.mark.parametrize(
+    ("line", "partition", "words"),
+    [
+        ("PartitionName=low Default=YES GraceTime=0 PreemptMode=REQUEUE", "", "no grace time"),
+        ("PartitionName=low Default=NO GraceTime=20 PreemptMode=REQUEUE", "low", "gives a preempted job 20 s"),
+        ("PartitionName=low Default=YES GraceTime=300 PreemptMode=REQUEUE", "", ""),
+        ("PartitionName=high Default=YES GraceTime=0 PreemptMode=OFF", "", ""),
+        ("PartitionName=low Default=NO GraceTime=0 PreemptMode=REQUEUE", "", ""),
+        ("what is this", "low", ""),
+    ],
+)
+def test_a_partition_without_grace_is_said(line: str, partition: str, words: str) -> None:
+    notes = accounting.preemption_advice(line + "\n", partition)
+    assert words in "".join(notes)
+    assert bool(notes) == bool(words)
