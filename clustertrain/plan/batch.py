@@ -17,9 +17,10 @@ def _nearest(value: int, unit: int) -> str:
 DEFAULT_GLOBAL_BATCH = 32
 
 
-def default_global_batch(data_parallel: int) -> int:
-    """For a recipe that names none: the smallest multiple of the ranks that is at least 32 sequences."""
-    return -(-DEFAULT_GLOBAL_BATCH // data_parallel) * data_parallel
+def default_global_batch(unit: int) -> int:
+    """For a recipe that names none: the smallest multiple of ``unit``, what all ranks do in one pass, that is at least
+    32 sequences."""
+    return -(-DEFAULT_GLOBAL_BATCH // unit) * unit
 
 
 def per_rank(global_batch: int, data_parallel: int) -> int:

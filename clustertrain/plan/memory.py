@@ -82,7 +82,8 @@ def activation_bytes(model: ModelSpec, run: Pass) -> int:
     mask = model.dim * (size if cpu else 1) if model.dropout else 0
     statistics = 4 * (model.heads + 2)
     block = 2 * (norm + mask) + size * (linear_inputs * model.dim + attention + 4 * model.hidden) + statistics
-    ends = norm + size * model.dim + mask
+    embedding_mask = model.dim * (run.residual_bytes if cpu else 1) if model.dropout else 0
+    ends = norm + size * model.dim + embedding_mask
     return run.micro_batch * run.seq_len * (model.layers * block + ends)
 
 

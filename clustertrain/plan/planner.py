@@ -178,12 +178,11 @@ class _Choice:
         self.memory = self._estimate(self.layout, self.batch.micro_batch)
         self.reasons.append(reason)
         train = self.spec.recipe.train
-        how = (
-            "asked for" if train.micro_batch else f"the largest that divides and stays within {self._limit_in_words()}"
-        )
+        micro = "asked for" if train.micro_batch else "the largest that divides and fits"
+        named = "" if train.global_batch else "; the recipe names no global batch"
         self.reasons.append(
-            f"batch: {self.batch.global_batch} = micro_batch {self.batch.micro_batch} x "
-            f"grad_accum {self.batch.grad_accum} x {self.layout.data_parallel} data-parallel ranks; micro_batch {how}"
+            f"batch: {self.batch.global_batch} = micro_batch {self.batch.micro_batch} ({micro}) x grad_accum "
+            f"{self.batch.grad_accum} x {self.layout.data_parallel} data-parallel ranks{named}"
         )
         if train.precision == "auto":
             why = (
@@ -201,17 +200,20 @@ class _Choice:
         )
 
     def _estimate(self, layout: Layout, micro_batch: int) -> Memory:
-        train = self.spec.recipe.train
         bf16 = self.precision == "bf16"
         run = memories.Pass(
             seq_len=self.spec.recipe.data.seq_len,
             micro_batch=micro_batch,
-            grad_accum=max(1, train.global_batch // (layout.data_parallel * micro_batch)),
+            grad_accum=max(1, self._global_batch(layout) // (layout.data_parallel * micro_batch)),
             compute="bf16" if bf16 else "fp32",
             autocast=bf16 and layout.strategy != "fsdp",
             device=self.device,
         )
         return memories.of_rank(self.spec.recipe.model, layout, run, self.capacity)
+
+    def _global_batch(self, layout: Layout) -> int:
+        train = self.spec.recipe.train
+        return train.global_batch or batches.default_global_batch(layout.data_parallel * max(1, train.micro_batch))
 
     def _split_and_need(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""
@@ -221,7 +223,7 @@ class _Choice:
             return self._estimate(layout, micro_batch).peak_gib or 0.0
 
         split = batches.split(
-            train.global_batch,
+            self._global_batch(layout),
             layout.data_parallel,
             data.seq_len,
             micro_batch=train.micro_batch,

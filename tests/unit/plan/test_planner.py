@@ -52,10 +52,27 @@ def test_a_model_that_does_not_fit_a_gpu_is_sharded() -> None:
 
 
 def test_the_micro_batch_stays_within_the_memory() -> None:
-    small = chosen(spec(LARGE, gpu_type="a100", seq_len=2048, batch=512))
-    large = chosen(spec(LARGE, gpu_type="h200", seq_len=2048, batch=512))
-    assert 1 <= small.batch.micro_batch < large.batch.micro_batch
-    assert small.memory.fits is True and large.memory.fits is True
+    micro_batches = []
+    for gpu_type in ("h100", "h200", "b200"):
+        made = chosen(spec(LARGE, layout="fsdp", gpu_type=gpu_type, seq_len=2048, batch=1024))
+        assert made.memory.fits is True
+        micro_batches.append(made.batch.micro_batch)
+    assert micro_batches == sorted(set(micro_batches))
+
+
+def test_the_estimate_knows_that_fsdp_keeps_whole_gradients_between_micro_batches() -> None:
+    alone = chosen(spec(LARGE, layout="fsdp", gpu_type="a100", seq_len=2048, batch=16))
+    assert alone.batch.grad_accum == 1 and alone.memory.fits is True
+    often = chosen(spec(LARGE, layout="fsdp", gpu_type="a100", seq_len=2048, batch=512))
+    assert often.batch.grad_accum > 1 and often.memory.fits is False
+
+
+def test_a_recipe_without_a_global_batch_gets_one_that_divides() -> None:
+    made = chosen(spec(batch=0))
+    assert made.batch.global_batch == 32 and any("the recipe names no global batch" in r for r in made.reasons)
+    assert chosen(spec(batch=0, nodes=3, gpus=7)).batch.global_batch == 42
+    batch = chosen(spec(batch=0, micro=3, nodes=3, gpus=7)).batch
+    assert (batch.global_batch, batch.micro_batch, batch.grad_accum) == (63, 3, 1)
 
 
 def test_an_unknown_gpu_is_taken_for_16_gib_and_the_reason_says_so() -> None:
@@ -127,7 +144,7 @@ def test_flops_are_about_six_a_parameter_and_token() -> None:
     request = spec(LARGE, batch=4, seq_len=2048)
     tokens = 4 * 2048
     # Llama 2 7B at 2048 tokens: attention adds about an eighth.
-    assert 1.0 < flops_per_step(request) / (6 * LARGE.parameters() * tokens) < 1.15
+    assert 1.0 < flops_per_step(request, 4) / (6 * LARGE.parameters() * tokens) < 1.15
 
 
 def test_the_profiles_interface_is_used_on_slurm_only() -> None:

@@ -1,0 +1,57 @@
+"""The planner's count of activations against the tensors that autograd really keeps, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clustertrain.plan.memory import Pass, activation_bytes
+from clustertrain.spec.recipe import ModelSpec
+from clustertrain.train.model import Decoder
+
+pytestmark = pytest.mark.ranks
+BATCH, LENGTH = 2, 128
+MODELS = {
+    "grouped": ModelSpec(vocab_size=500, dim=128, layers=4, heads=4, kv_heads=2),
+    "full": ModelSpec(vocab_size=100, dim=256, layers=2, heads=8, kv_heads=8, ffn_dim=512),
+    "tied": ModelSpec(vocab_size=100, dim=128, layers=3, heads=2, kv_heads=1, tie_embeddings=True),
+    "dropout": ModelSpec(vocab_size=100, dim=128, layers=3, heads=4, kv_heads=4, dropout=0.1),
+}
+
+
+def kept_bytes(model: Decoder, *, autocast: bool) -> int:
+    """Storage of all tensors that the graph of one forward pass and loss keeps, parameters not counted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(0, model.spec.vocab_size, (BATCH, LENGTH))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="sum")
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "autocast", "cast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_count_of_activations_is_what_autograd_keeps(name: str, mode: str) -> None:
+    spec = MODELS[name]
+    model = Decoder(spec).train()
+    if mode == "cast":
+        model = model.to(torch.bfloat16)
+    run = Pass(LENGTH, BATCH, compute="fp32" if mode == "fp32" else "bf16", autocast=mode == "autocast")
+    # The loss keeps its log-softmax in fp32, autocast its copies of the weights; both stand elsewhere in the plan.
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim > 1 and (n != "embed.weight" or not model.head)
+    )
+    elsewhere = BATCH * LENGTH * spec.vocab_size * 4 + (2 * matrices if mode == "autocast" else 0)
+    assert activation_bytes(spec, run) + elsewhere == pytest.approx(
+        kept_bytes(model, autocast=mode == "autocast"), rel=0.01
+    )
