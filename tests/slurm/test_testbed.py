@@ -98,6 +98,27 @@ def test_a_job_in_low_gets_sigterm_and_is_requeued_for_one_in_high(
     cluster.wait_for(lambda: cluster.job_states(low) == ["PREEMPTED", "RUNNING"], 30, "both attempts in sacct")
 
 
+@pytest.fixture
+def preempt_user_signal(cluster: Cluster) -> Iterator[None]:
+    cluster.up("--preempt-user-signal")
+    yield
+    cluster.up()
+
+
+@pytest.mark.usefixtures("preempt_user_signal")
+def test_with_preempt_user_signal_the_jobs_own_signal_comes_first(
+    cluster: Cluster, submit: Submit, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    traps = f'for s in USR1 TERM; do trap "echo $s >>{log}; exit" $s; done'
+    step = f"{traps}; echo start >>{log}; while true; do sleep 0.2; done"
+    submit(f"srun bash -c '{step}'", "-N1", "-w", "node02", "--exclusive", "-p", "low", "--signal=USR1@5")
+    cluster.wait_for(lambda: log.exists() and "start" in log.read_text(), 60, "the start of the job in low")
+    submit("true", "-N1", "-w", "node02", "--exclusive", "-p", "high")
+    cluster.wait_for(lambda: len(log.read_text().split()) > 1, 60, "a signal in the job in low")
+    assert log.read_text().split() == ["start", "USR1"]
+
+
 def test_a_killed_host_goes_down_and_its_job_is_requeued(
     cluster: Cluster, submit: Submit, healed: str, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ require_plain_state_path() {
 # edits in place), so nothing is left behind; the kernel drops it when the process dies.
 take_lock() {
     exec {lock_fd}</etc/hosts
-    flock -w 180 "$lock_fd" || die "another testbed command has been at work for three minutes; see: fuser -v /etc/hosts"
+    flock -w 180 "$lock_fd" || die "another testbed command is at work since three minutes; see: fuser -v /etc/hosts"
 }
 
 # The mark that makes a folder ours: up writes into no other folder, down deletes no other folder.
