@@ -1,0 +1,126 @@
+"""A run that was stopped and resumed ends with the same bits as one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
+
+from clustertrain.checkpoint import offline
+
+pytestmark = pytest.mark.ranks
+
+STOP_AT = 4  # told while doing step 4: all leave at the boundary after the next one
+LEFT_AT = STOP_AT + 2
+
+
+def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
+    return Ranks(make_run(folder / "whole", strategy, ranks, **kw), ranks).expect(0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kw"),
+    [
+        ("ddp", 4, {}),
+        ("fsdp", 4, {}),
+        ("ddp", 8, {"model": {"dim": 64, "layers": 4}, "micro_batch": 2}),
+        ("fsdp", 8, {}),
+        ("ddp", 4, {"micro_batch": 4, "model": {"dropout": 0.2}}),
+        ("fsdp", 4, {"data": {"workers": 1}, "model": {"dropout": 0.2, "tie_embeddings": True}}),
+    ],
+)
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str, ranks: int, kw: Any) -> None:
+    whole = uninterrupted(tmp_path, strategy, ranks, **kw)
+    run = make_run(tmp_path / "parts", strategy, ranks, **kw)
+    first = Ranks(run, ranks, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in first.results()} == {("stopped", LEFT_AT, LEFT_AT)}
+    assert len(first.results()) == ranks
+    second = Ranks(run, ranks, 2).expect(0)
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in second.results()} == {("completed", 8, 8)}
+    assert second.events("restored")[0]["step"] == LEFT_AT
+    assert [e["step"] for e in second.events("first_step")] == [LEFT_AT + 1]
+    assert {**first.losses(), **second.losses()} == whole.losses()
+    assert list(whole.losses()) == list(range(1, 9))
+    assert digest(run) == digest(whole.run)
+    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [4, LEFT_AT, 8]
+
+
+def test_killed_without_warning_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    whole = uninterrupted(tmp_path, "ddp", 4)
+    run = make_run(tmp_path / "parts", "ddp", 4)
+    first = Ranks(run, 4, 1, setup=die_at, args=(5,))
+    assert all(code != 0 for code in first.wait())
+    second = Ranks(run, 4, 2).expect(0)
+    assert second.events("restored")[0]["step"] == 4
+    assert digest(run) == digest(whole.run)
+    assert {**first.losses(), **second.losses()} == whole.losses()
+
+
+def die_at(step: int) -> None:
+    """Setup: SIGKILL to itself in the middle of step ``step``, on all ranks."""
+    import os
+    import signal
+
+    from clustertrain.train.session import Session
+
+    def clip(self: Session, *args: Any) -> Any:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args)
+
+    original = Session.clip_grad_norm
+    Session.clip_grad_norm = clip  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(("fsdp", 4), ("ddp", 2)), (("ddp", 2), ("fsdp", 3)), (("fsdp", 3), ("fsdp", 4))]
+)
+def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: tuple[str, int], new: tuple[str, int]) -> None:
+    run = make_run(tmp_path / "run", *old, steps=4, every=2, global_batch=24)
+    Ranks(run, old[1], 1).expect(0)
+    before = digest(run, 4)
+    write_plan(run, *new, global_batch=24)
+    saved_again = Ranks(run, new[1], 2, setup=save_what_was_restored).expect(0)
+    assert saved_again.events("restored")[0]["step"] == 4
+    # Saved under another step number by the other layout: the logical tensors are the same.
+    rows = {r["step"]: r for r in offline.list_checkpoints(run.checkpoints)}
+    assert rows[5]["world_size"] == new[1]
+    assert rows[5]["layout"]["strategy"] == new[0]
+    assert digest(run, 5) == before
+
+
+def save_what_was_restored() -> None:
+    """Setup: as soon as step 4 is restored, save it as step 5, and end."""
+    from clustertrain.train.session import Session
+
+    original = Session._restore
+
+    def restore(self: Session, manager: Any, state: Any) -> int:
+        step = original(self, manager, state)
+        self.step = step + 1
+        self._save(manager, state, final=True)
+        return step
+
+    Session._restore = restore  # type: ignore[method-assign]
+
+
+def test_another_number_of_ranks_goes_on_in_the_same_data(tmp_path: Path) -> None:
+    whole = uninterrupted(tmp_path, "fsdp", 4)
+    run = make_run(tmp_path / "parts", "fsdp", 4)
+    Ranks(run, 4, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
+    write_plan(run, "ddp", 2)
+    second = Ranks(run, 2, 2).expect(0)
+    for step, (loss, norm) in second.losses().items():
+        assert (loss, norm) == pytest.approx(whole.losses()[step], rel=1e-4)
+
+
+def test_a_completed_run_does_nothing_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=3)
+    Ranks(run, 2, 1).expect(0)
+    before = digest(run)
+    again = Ranks(run, 2, 2).expect(0)
+    assert [r["ending"] for r in again.results()] == ["completed"] * 2
+    assert again.losses() == {}
+    assert digest(run) == before

@@ -1,0 +1,115 @@
+"""All ranks leave at the same step, however the word reaches them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import Ranks, make_run, touch_stop_at
+
+from clustertrain import clock, fsio
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 4)
+    ranks = Ranks(run, 4, setup=touch_stop_at, args=(2, 3)).expect(0)
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()} == {("stopped", 4, 4)}
+    assert ranks.events("stop_agreed")[0]["step"] == 4
+
+
+def test_told_before_the_first_step_no_step_is_done(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "fsdp", 2)
+    ranks = Ranks(run, 2, setup=touch_stop_file)
+    ranks.expect(0)
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()} == {("stopped", 0, None)}
+    assert ranks.losses() == {}
+    assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
+
+
+def touch_stop_file() -> None:
+    (Path(os.environ["CLUSTERTRAIN_RANK_DIR"]) / "stop").touch()
+
+
+def test_told_before_the_first_step_after_a_resume_nothing_is_saved_twice(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2)
+    Ranks(run, 2, 1, setup=touch_stop_at, args=(1,)).expect(0)
+    marker = run.checkpoints / "step-00000003" / "COMMITTED"
+    before = marker.stat().st_mtime_ns
+    second = Ranks(run, 2, 2, setup=touch_stop_file).expect(0)
+    assert {(r["ending"], r["step"], r["committed_step"]) for r in second.results()} == {("stopped", 3, 3)}
+    assert second.events("checkpoint") == []
+    assert marker.stat().st_mtime_ns == before
+
+
+def test_sigterm_to_every_process_with_data_workers_ends_cleanly(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=50_000, data={"workers": 2})
+    ranks = Ranks(run, 2, setup=list_workers)
+    assert clock.wait_until(lambda: bool(ranks.events("first_step")), 60.0), ranks.logs()
+    workers = [int(p) for f in ranks.rank_dir.glob("workers-*") for p in f.read_text().split()]
+    assert len(workers) == 4
+    # Linuxproc tracking signals every descendant, twice if it must.
+    for pid in [*workers, *(p.pid for p in ranks.processes), *workers]:
+        os.kill(int(pid or 0), signal.SIGTERM)
+    ranks.expect(0)
+    results = ranks.results()
+    assert {r["ending"] for r in results} == {"stopped"}
+    assert len({r["step"] for r in results}) == 1
+    assert results[0]["committed_step"] == results[0]["step"] > 0
+    assert clock.wait_until(lambda: not any(_alive(p) for p in workers), 30.0)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def list_workers() -> None:
+    """Setup: leave the process ids of this rank's data workers in a file."""
+    import multiprocessing
+
+    from clustertrain.train.data import Loader
+
+    original = Loader._start
+
+    def start(self: Loader) -> Any:
+        iterator = original(self)
+        pids = " ".join(str(p.pid) for p in multiprocessing.active_children())
+        fsio.write_text(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], f"workers-{os.environ['RANK']}"), pids)
+        return iterator
+
+    Loader._start = start  # type: ignore[method-assign]
+
+
+def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, every=2)
+    ranks = Ranks(run, 3, setup=stop_and_lose_a_peer, args=(5,))
+    codes = ranks.wait()
+    assert codes[2] == -signal.SIGKILL
+    assert codes[:2] == [0, 0], ranks.logs()
+    assert {(r["rank"], r["ending"], r["committed_step"]) for r in ranks.results()} == {
+        (0, "stopped", 4),
+        (1, "stopped", 4),
+    }
+
+
+def stop_and_lose_a_peer(step: int) -> None:
+    """Setup: in step ``step`` everybody is told to stop, and the last rank is killed on the spot."""
+    from clustertrain.train.session import Session
+
+    def clip(self: Session, *args: Any) -> Any:
+        if self.step == step:
+            touch_stop_file()
+            if self.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args)
+
+    original = Session.clip_grad_norm
+    Session.clip_grad_norm = clip  # type: ignore[method-assign]
