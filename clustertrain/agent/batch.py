@@ -21,7 +21,7 @@ from clustertrain.agent.claim import Claim, claim, identify
 from clustertrain.agent.signals import Signals
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import RUNNING, Backend, JobView, Submission
-from clustertrain.launch.choose import backend as backend_named
+from clustertrain.launch.choose import of_run
 from clustertrain.launch.requeue import Decision, Evidence, Verdict, budget_spent, classify, decide
 from clustertrain.run import attempts, endings, events
 from clustertrain.run.events import EventLog
@@ -275,7 +275,7 @@ def main() -> int:
     try:
         run = open_run(Path(os.environ[settings.RUN_DIR]))
         spec = load_spec(run)
-        backend = backend_named("local" if settings.LOCAL_JOB in os.environ else "slurm")
+        backend = of_run("local" if settings.LOCAL_JOB in os.environ else "slurm")
         me = identify(os.environ, backend)
         held = claim(run, me, backend)
     except ClusterTrainError as e:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import Backend, JobStart, JobView
-from clustertrain.launch.choose import backend as backend_named
+from clustertrain.launch.choose import of_run
 from clustertrain.run import attempts, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.job import BackendName
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def backend_of(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
     submitted = events.last(events.of_run(run), "submitted")
     named = submitted["backend"] if submitted else load_spec(run).job.backend
-    return backend_named(cast("BackendName", named))
+    return of_run(str(named))
 
 
 def job_of(run: RunDir, history: Sequence[Attempt]) -> str | None:

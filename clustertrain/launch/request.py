@@ -50,7 +50,6 @@ class Prepared:
     plan: Plan
     backend: Backend
     python: str
-    notes: tuple[str, ...] = ()
 
 
 class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True):

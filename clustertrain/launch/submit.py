@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from clustertrain.launch import filesystem, record, render, snapshot
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from clustertrain.launch.snapshot import Snapshot
-from clustertrain.plan.planner import require_fit
+from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
@@ -35,6 +34,13 @@ class Submitted:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class DryRun:
+    plan: Plan
+    script: str
+    notes: tuple[str, ...]
+
+
 def submit(request: SubmitRequest) -> Submitted:
     """Check, plan, write the run directory and hand it to the backend.
 
@@ -43,7 +49,7 @@ def submit(request: SubmitRequest) -> Submitted:
         SchedulerRefused: with Slurm's words; the run directory is gone again.
     """
     prepared = prepare(request)
-    notes = [*prepared.notes, *_check(prepared)]
+    notes = _check(prepared)
     run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
         taken = _take_code(request, prepared, run)
@@ -65,7 +71,7 @@ def submit(request: SubmitRequest) -> Submitted:
     return Submitted(run, job_id, prepared.backend.name, PENDING.lower(), tuple(notes))
 
 
-def dry_run(request: SubmitRequest) -> tuple[Prepared, str]:
+def dry_run(request: SubmitRequest) -> DryRun:
     """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
     prepared = prepare(request)
     notes = _check(prepared)
@@ -75,7 +81,7 @@ def dry_run(request: SubmitRequest) -> tuple[Prepared, str]:
         root = snapshot.root_of(Path(prepared.spec.script.path))
         code = [run.code, *([run.code / "src"] if (root / "src").is_dir() else [])]
     text = render.job_script(_script_input(prepared, run, prepared.spec, code))
-    return dataclasses.replace(prepared, notes=(*prepared.notes, *notes)), text
+    return DryRun(prepared.plan, text, tuple(notes))
 
 
 def _check(prepared: Prepared) -> list[str]:
