@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from clustertrain.launch.request import SubmitRequest
+    from clustertrain.plan.planner import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -78,7 +84,7 @@ def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[s
     return pairs
 
 
-def _request(options: dict[str, Any]) -> Any:
+def _request(options: dict[str, Any]) -> SubmitRequest:
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.launch.snapshot import LIMIT_MIB
 
@@ -135,16 +141,16 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     return 0
 
 
-def _dry_run(request: Any, as_json: bool) -> int:
+def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     from clustertrain.launch.submit import dry_run
 
-    prepared, script = dry_run(request)
-    for line in (*prepared.plan.reasons, *prepared.notes):
+    made = dry_run(request)
+    for line in (*made.plan.reasons, *made.notes):
         click.echo(line, err=True)
     if as_json:
-        print_json({"script": script, "plan": prepared.plan})
+        print_json({"script": made.script, "plan": made.plan})
     else:
-        click.echo(script, nl=False)
+        click.echo(made.script, nl=False)
     return 0
 
 
@@ -163,7 +169,7 @@ def plan(**options: Any) -> int:
     return 0
 
 
-def _show(chosen: Any) -> None:
+def _show(chosen: Plan) -> None:
     from clustertrain.report.terminal import make_console
 
     out = make_console()
@@ -178,17 +184,19 @@ def _show(chosen: Any) -> None:
             _rows(out, rows)
 
 
-def _rows(out: Any, rows: list[tuple[str, str]]) -> None:
+def _rows(out: Console, rows: list[tuple[str, str]]) -> None:
     from rich.padding import Padding
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     for left, right in rows:
         table.add_row(left, right) if left else table.add_row(right)
     out.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _summary(chosen: Any) -> list[tuple[str, str]]:
+def _summary(chosen: Plan) -> list[tuple[str, str]]:
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
     ranks = f"{chosen.world_size} ranks = {chosen.nodes} nodes x {chosen.gpus_per_node}"
     rows = [("layout", f"{layout.strategy} on {ranks}, device {chosen.device}, precision {chosen.precision}")]

@@ -186,7 +186,7 @@ class _Choice:
         )
         if train.precision == "auto":
             why = (
-                "matrix units run it at twice the speed of fp32"
+                "the matrix units are made for it; weights and optimizer stay fp32"
                 if self.precision == "bf16"
                 else "bf16 is slower on CPUs"
             )

@@ -148,7 +148,7 @@ def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeS
     (tmp_path / "train.py").write_text("")
     for target in ("", "train.py"):
         request = SubmitRequest(target=target, cwd=tmp_path, job={"gpus": 2, "time": "30"})
-        _, text = dry_run(request)
+        text = dry_run(request).script
         assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
         done = submit(request)
         assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.script.read_text()
