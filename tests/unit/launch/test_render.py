@@ -71,7 +71,7 @@ CASES = {
         nodes=2,
         gpus=8,
         profile=ClusterProfile(
-            setup=("module load cuda/12.4", "source /opt/site/env.sh"), gpus_flag="gres", fabric_interface="ib0"
+            setup=("module load cuda/12.4", "ulimit -l unlimited"), gpus_flag="gres", fabric_interface="ib0"
         ),
         account="proj 1",
         constraint="a100&ib",
@@ -122,9 +122,8 @@ def test_shellcheck_and_bash_accept_every_variant(tmp_path: Path) -> None:
         path.write_text(job_script(one))
         scripts.append(str(path))
         subprocess.run(["bash", "-n", path], check=True)
-    # Files that a site's profile sources do not exist here.
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([shellcheck, "-e", "SC1091", *scripts], capture_output=True, text=True, check=False)
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -19,7 +19,7 @@
 
 # Set-up of the cluster profile; before `set -u`, which module and conda do not survive.
 module load cuda/12.4
-source /opt/site/env.sh
+ulimit -l unlimited
 
 set -u
 agent_python=/opt/venv/bin/python
