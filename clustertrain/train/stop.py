@@ -41,7 +41,10 @@ class StopFlag:
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._set = True
+        # Slurm may deliver the warning before the time limit to every process, up to a minute early. Under an agent
+        # only that one knows whether there is time left to train.
+        if number != signal.SIGUSR2 or self._file is None:
+            self._set = True
 
     def __bool__(self) -> bool:
         if not self._set and self._file is not None:
