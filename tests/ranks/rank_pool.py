@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -55,8 +56,9 @@ def make_run(
     micro_batch: int = 1,
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    script: tuple[Path, tuple[str, ...]] | None = None,
 ) -> RunDir:
-    """A run directory as submit leaves it."""
+    """A run directory as submit leaves it; ``script`` is one to snapshot, with its arguments."""
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     recipe = {
@@ -66,7 +68,12 @@ def make_run(
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": every, "keep": keep},
     }
-    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+    spec: dict[str, Any] = {"recipe": recipe}
+    if script is not None:
+        run.code.mkdir()
+        shutil.copy(script[0], run.code)
+        spec["script"] = {"path": script[0].name, "args": list(script[1]), "cwd": str(folder)}
+    run.spec.write_text(tomli_w.dumps(spec))
     write_plan(run, strategy, ranks, global_batch=global_batch, micro_batch=micro_batch)
     return run
 
@@ -149,6 +156,8 @@ class Ranks:
 
 def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
     os.environ.update(environ)
+    # A child of the fork server would start its data workers through a server of its own.
+    multiprocessing.set_start_method("fork", force=True)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     from clustertrain.train.main import main

@@ -1,0 +1,133 @@
+"""A script of the user's own: under torchrun as the agent starts it, and by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_pool import Ranks, digest, make_run
+
+from clustertrain import clock, fsio, proc
+from clustertrain.checkpoint import offline
+from clustertrain.run.folder import RunDir
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
+
+
+def torchrun(run: RunDir, attempt: int, rank_dir: Path) -> subprocess.Popen[bytes]:
+    rank_dir.mkdir()
+    run.attempt(attempt).path.mkdir()
+    environ = {
+        **os.environ,
+        "CLUSTERTRAIN_RUN_DIR": str(run.path),
+        "CLUSTERTRAIN_ATTEMPT": str(attempt),
+        "CLUSTERTRAIN_RANK_DIR": str(rank_dir),
+        "CLUSTERTRAIN_DEVICE": "cpu",
+    }
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    argv += ["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGINT", "-m", "clustertrain", "train"]
+    log = run.path / f"torchrun-{attempt}.log"
+    return proc.start(argv, env=environ, log=log, new_session=True, ignore_stop_signals=True)
+
+
+def test_the_example_under_torchrun_is_warned_stops_and_goes_on(tmp_path: Path) -> None:
+    args = ("--steps", "100000", "--checkpoint-every", "50000")
+    run = make_run(tmp_path / "run", "ddp", 2, script=(EXAMPLE, args))
+    first = torchrun(run, 1, tmp_path / "ranks-1")
+    events = run.attempt(1).events_of("rank-0")
+    try:
+        assert clock.wait_until(lambda: any(e["event"] == "first_step" for e in fsio.read_lines(events)), 120.0)
+        # What reaches everybody, torchrun included, is survived; the file is what stops the ranks.
+        os.killpg(first.pid, signal.SIGUSR2)
+        (tmp_path / "ranks-1" / "stop").touch()
+        assert first.wait(120.0) == 0, (run.path / "torchrun-1.log").read_text()
+    finally:
+        first.kill()
+    results = [fsio.read_json(tmp_path / "ranks-1" / f"rank-{r}.json") for r in range(2)]
+    assert {r["ending"] for r in results} == {"stopped"}
+    step = results[0]["committed_step"]
+    assert step == results[1]["step"] > 0
+    assert "step 0: loss" in run.attempt(1).rank_log(0).read_text()
+    run.spec.write_text(run.spec.read_text().replace("100000", str(step + 3)))
+    second = torchrun(run, 2, tmp_path / "ranks-2")
+    assert second.wait(120.0) == 0, (run.path / "torchrun-2.log").read_text()
+    assert fsio.read_json(tmp_path / "ranks-2" / "rank-1.json")["ending"] == "completed"
+    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [step, step + 3]
+
+
+def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
+    def example(name: str, steps: int) -> RunDir:
+        args = ("--steps", str(steps), "--checkpoint-every", "5")
+        return make_run(tmp_path / name, "ddp", 4, script=(EXAMPLE, args))
+
+    whole = example("whole", 12)
+    Ranks(whole, 4).expect(0)
+    parts = example("parts", 7)
+    Ranks(parts, 4, 1).expect(0)
+    parts.spec.write_text(parts.spec.read_text().replace('"7"', '"12"'))
+    second = Ranks(parts, 4, 2).expect(0)
+    assert second.events("restored")[0]["step"] == 7
+    assert digest(parts) == digest(whole)
+
+
+def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None:
+    argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "50000"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
+    log = tmp_path / "log"
+    alone = proc.start([*argv, "--steps", "100000"], env=environ, log=log)
+    try:
+        assert clock.wait_until(lambda: log.exists() and "step 0: loss" in log.read_text(), 120.0)
+        alone.terminate()
+        assert alone.wait(120.0) == 75, log.read_text()
+    finally:
+        alone.kill()
+    step = offline.list_checkpoints(tmp_path / "kept")[-1]["step"]
+    proc.run([*argv, "--steps", str(step + 2)], env=environ, timeout_s=120.0)
+    assert offline.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "code", "said"),
+    [
+        ("import no_such_module", "user_error", 1, "No module named"),
+        ("import sys; sys.exit('bad input')", "user_error", 1, "bad input"),
+        ("import clustertrain as ct\nwith ct.session(device='tpu'): pass", "environment", 78, "must be cpu or cuda"),
+        ("raise MemoryError", "out_of_memory", 1, ""),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_on_record(tmp_path: Path, text: str, kind: str, code: int, said: str) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(text)
+    run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
+    result = Ranks(run, 1).expect(code).results()[0]
+    assert (result["ending"], result["kind"], result["exit_code"]) == ("failed", kind, code)
+    assert said in result["error"]["message"]
+
+
+def test_a_script_without_a_session_completes(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import os, sys\nprint(sys.argv[1:], os.getcwd())")
+    run = make_run(tmp_path / "run", "single", 1, script=(script, ("a b", "--c")))
+    ranks = Ranks(run, 1).expect(0)
+    assert ranks.results()[0]["ending"] == "completed"
+    assert f"['a b', '--c'] {run.path}" in ranks.logs()
+
+
+def test_processes_that_a_script_starts_have_default_signals(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import clustertrain as ct, subprocess\n"
+        "with ct.session() as s:\n"
+        "    subprocess.run(['grep', 'SigIgn', '/proc/self/status'])\n"
+    )
+    run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
+    ranks = Ranks(run, 1).expect(0)
+    ignored = int(ranks.logs().split("SigIgn:")[1].split()[0], 16)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        assert not ignored & 1 << (number - 1)
