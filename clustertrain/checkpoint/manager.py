@@ -45,7 +45,7 @@ class Restored:
 
 
 class CheckpointManager:
-    """Checkpoints in ``root``. Every method but :meth:`is_committed` is collective: all ranks call it together."""
+    """Checkpoints in ``root``. Its methods are collective: all ranks call them together."""
 
     def __init__(self, root: Path, ranks: Ranks, *, attempt: str, layout: Mapping[str, Any], keep: int = 3) -> None:
         self._root = root
@@ -53,9 +53,6 @@ class CheckpointManager:
         self._attempt = attempt
         self._layout = dict(layout)
         self._keep = keep
-
-    def is_committed(self, step: int) -> bool:
-        return index.is_committed(index.step_folder(self._root, step))
 
     # -- save
 

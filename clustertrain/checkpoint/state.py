@@ -2,15 +2,15 @@
 
 A logical tensor has a global shape and belongs to no rank. A rank holds a block of it: the whole where it is
 replicated, a shard where the parameter is a DTensor. Optimizer state is named by the parameter it belongs to, never by
-the parameter's index, so that it survives another layout. Plain tensors are taken to be equal on all ranks; what
-differs from rank to rank goes into the rank state.
+the parameter's index, so that it survives another layout. Parameters and optimizer state that are no DTensors are equal
+on all ranks; of everything else rank 0's counts. What must differ from rank to rank goes into the rank state.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,12 +137,23 @@ def collect(
             content = value.state_dict() if is_stateful(value) else value
         tensors: dict[str, torch.Tensor] = {}
         values[key] = tree.encode(content, key, tensors)
-        blocks += [block(name, kind_of(value), t) for name, t in tensors.items()]
+        for name, t in tensors.items():
+            found = block(name, kind_of(value), t)
+            if found.writer is None and not _equal_on_all_ranks(value, t):
+                found = replace(found, writer=rank == 0)
+            blocks.append(found)
     own: dict[str, torch.Tensor] = {}
     # Rank-unique names: one name for all would keep one rank's random numbers for everybody.
     own_values = tree.encode(rank_state, f"rank-{rank}", own)
     private = [block(name, "other", t) for name, t in own.items()]
     return [*_mine(blocks, rank, world_size), *private], values, own_values
+
+
+def _equal_on_all_ranks(owner: Any, tensor: torch.Tensor) -> bool:
+    if isinstance(owner, nn.Module):
+        # Not its buffers: DDP sends rank 0's to the others at the next forward, and until then the others' are stale.
+        return isinstance(tensor, nn.Parameter)
+    return isinstance(owner, torch.optim.Optimizer)
 
 
 def _mine(blocks: list[Block], rank: int, world_size: int) -> list[Block]:

@@ -68,8 +68,9 @@ class Metrics:
             if self._echo_every and values["step"] % self._echo_every == 0:
                 print("  ".join(f"{k} {v:.6g}" for k, v in values.items() if k != "t"), flush=True)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        """Write what is left; without ``wait`` only what has arrived."""
         if self._file is not None:
-            self.drain(wait=True)
+            self.drain(wait=wait)
             self._file.close()
             self._file = None

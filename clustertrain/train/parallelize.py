@@ -100,12 +100,12 @@ def _initialise(model: nn.Module, seed: int) -> None:
 class _SumOfParameters(nn.Module):
     """Stands in for the model in one pass that reaches every parameter in the order of registration."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._summed = tuple(p for p in parameters if p.requires_grad)
+        self.model = model  # DDP looks for the buffers in it
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([p.sum().float() for p in self._summed]).sum()
+        return torch.stack([p.sum().float() for p in self.model.parameters() if p.requires_grad]).sum()
 
 
 def _replicate(model: nn.Module, context: RankContext) -> nn.Module:
@@ -117,7 +117,7 @@ def _replicate(model: nn.Module, context: RankContext) -> nn.Module:
     # DDP regroups its buckets once, by the order in which the first backward produced gradients, and so sums in another
     # order from the second step on. A resumed run would have its "first step" elsewhere. This pass fixes the order for
     # good before any real step: docs/decisions/0003-ddp-exact-resume.md.
-    wrapped.module = _SumOfParameters(model.parameters())
+    wrapped.module = _SumOfParameters(model)
     wrapped().backward()
     wrapped.module = model
     for p in model.parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from clustertrain import clock
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import mesh, result, seeds
@@ -64,6 +64,7 @@ class Session:
         self.tokens_per_step = 0
         self._logged: dict[str, Scalar] = {}
         self._loaders: list[Loader] = []
+        self._finished = False
         self._apart_s = 0.0  # spent since the step began on what is not the step itself
 
     # -- opening and closing
@@ -111,20 +112,26 @@ class Session:
                 if self._result.ending != "stopped":
                     self._agreement.drain()
                     self._barrier()
-                    self._result.completed()
+                    # A loop of the script's own that left because of poll() has not done all its steps.
+                    stopped = self._agreement.agreed and not self._finished
+                    self._result.stopped() if stopped else self._result.completed()
                 mesh.close_groups()
-            elif self._flag and error is not None and result.kind_of(error) == "communication":
+            elif error is not None and self._told_to_stop() and result.kind_of(error) == "communication":
                 # A peer has left before the step at which all would have stopped; the newest checkpoint stands.
                 self._result.stopped()
                 raise SystemExit(EXIT_DONE) from error
-            elif error is not None and self._result.ending != "stopped":
+            elif error is not None:
                 self._result.failed(error)
         finally:
             # Without taking the groups down after a failure: that may wait for peers which are gone.
-            self._metrics.close()
+            with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
+                self._metrics.close(wait=False)
             if self._events is not None:
                 self._events.close()
             self._flag.uninstall()
+
+    def _told_to_stop(self) -> bool:
+        return bool(self._flag) or self._agreement.agreed
 
     def _barrier(self) -> None:
         if self._groups.stop is not None:
@@ -219,10 +226,11 @@ class Session:
 
         Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved every
         ``checkpoint_every`` steps and at the end. When the ranks are told to stop, all leave at the same step: they
-        save, and the process ends by SystemExit (0 in a run, 75 outside one).
+        save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be saved).
 
         Args:
-            state: modules, optimizers, anything with state_dict and load_state_dict, plain data (replaced in the dict).
+            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain data
+                (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
             keep: the newest checkpoints to keep.
 
         Raises:
@@ -241,8 +249,9 @@ class Session:
             if manager is not None and self.step > first and (stop or due or self.step == total):
                 self._save(manager, state, final=stop or self.step == total)
             if stop:
-                self._leave()
+                self._leave(resumable=manager is not None)
             if self.step >= total:
+                self._finished = True
                 return
             yield from self._one_step(first)
 
@@ -302,8 +311,10 @@ class Session:
         self._result.committed_step = self.step
         self._event("checkpoint", step=self.step, save_s=saved.save_s, bytes=saved.bytes, final=final)
 
-    def _leave(self) -> None:
+    def _leave(self, *, resumable: bool) -> None:
         self._metrics.close()
         self._result.stopped()
         self._barrier()
-        raise SystemExit(EXIT_DONE if self._context.run is not None else EXIT_STOPPED)
+        if self._context.run is not None:
+            raise SystemExit(EXIT_DONE)  # torchrun takes any other code for a failure; the result record tells more
+        raise SystemExit(EXIT_STOPPED if resumable else EXIT_FAILED)

@@ -30,7 +30,9 @@ CONTEXT.set_forkserver_preload(
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
-def write_plan(run: RunDir, strategy: str, ranks: int, *, global_batch: int = 16, micro_batch: int = 1) -> None:
+def write_plan(
+    run: RunDir, strategy: str, ranks: int, *, global_batch: int = 16, micro_batch: int = 1, precision: str = "fp32"
+) -> None:
     layout = {
         "strategy": strategy,
         "dp_replicate": ranks if strategy == "ddp" else 1,
@@ -41,7 +43,7 @@ def write_plan(run: RunDir, strategy: str, ranks: int, *, global_batch: int = 16
         "grad_accum": global_batch // ranks // micro_batch,
         "global_batch": global_batch,
     }
-    fsio.write_json(run.plan, {"layout": layout, "batch": batch, "precision": "fp32"})
+    fsio.write_json(run.plan, {"layout": layout, "batch": batch, "precision": precision})
 
 
 def make_run(
@@ -54,6 +56,7 @@ def make_run(
     keep: int = 3,
     global_batch: int = 16,
     micro_batch: int = 1,
+    precision: str = "fp32",
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     script: tuple[Path, tuple[str, ...]] | None = None,
@@ -74,7 +77,7 @@ def make_run(
         shutil.copy(script[0], run.code)
         spec["script"] = {"path": script[0].name, "args": list(script[1]), "cwd": str(folder)}
     run.spec.write_text(tomli_w.dumps(spec))
-    write_plan(run, strategy, ranks, global_batch=global_batch, micro_batch=micro_batch)
+    write_plan(run, strategy, ranks, global_batch=global_batch, micro_batch=micro_batch, precision=precision)
     return run
 
 

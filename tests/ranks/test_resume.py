@@ -28,6 +28,8 @@ def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
         ("ddp", 8, {"model": {"dim": 64, "layers": 4}, "micro_batch": 2}),
         ("fsdp", 8, {}),
         ("ddp", 4, {"micro_batch": 4, "model": {"dropout": 0.2}}),
+        ("ddp", 4, {"precision": "bf16"}),
+        ("fsdp", 4, {"precision": "bf16"}),
         ("fsdp", 4, {"data": {"workers": 1}, "model": {"dropout": 0.2, "tie_embeddings": True}}),
     ],
 )

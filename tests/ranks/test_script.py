@@ -13,6 +13,7 @@ from rank_pool import Ranks, digest, make_run
 
 from clustertrain import clock, fsio, proc
 from clustertrain.checkpoint import offline
+from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
 
 pytestmark = pytest.mark.ranks
@@ -74,6 +75,49 @@ def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
     second = Ranks(parts, 4, 2).expect(0)
     assert second.events("restored")[0]["step"] == 7
     assert digest(parts) == digest(whole)
+
+
+RANDOM = """
+import random, sys
+import numpy as np
+import torch
+from torch import nn
+import clustertrain as ct
+
+with ct.session() as session:
+    # Running statistics differ between the ranks until DDP sends rank 0's; every library's random numbers are drawn.
+    network = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    model = session.parallelize(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    average = torch.zeros(())
+    state = {"model": model, "optimizer": optimizer, "average": average, "seen": []}
+    for step in session.steps(int(sys.argv[1]), state, checkpoint_every=3):
+        x = torch.randn(6, 3) + random.random() + float(np.random.rand())
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.lerp_(loss.detach(), 0.1)
+        state["seen"] = [*state["seen"], step]
+        session.log(loss=loss, average=average, seen=len(state["seen"]))
+"""
+
+
+def test_random_numbers_buffers_and_plain_state_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "random_numbers.py"
+    script.write_text(RANDOM)
+    whole = Ranks(make_run(tmp_path / "whole", "ddp", 4, script=(script, ("10",))), 4).expect(0)
+    parts = make_run(tmp_path / "parts", "ddp", 4, script=(script, ("7",)))
+    Ranks(parts, 4, 1).expect(0)
+    parts.spec.write_text(parts.spec.read_text().replace('"7"', '"10"'))
+    Ranks(parts, 4, 2).expect(0)
+    assert digest(parts) == digest(whole.run)
+
+    def rows(run: RunDir) -> list[tuple[float, ...]]:
+        return [(r["step"], r["loss"], r["average"], r["seen"]) for r in metrics.read(run)]
+
+    assert rows(parts) == rows(whole.run)
+    assert [r[3] for r in rows(parts)] == list(range(1, 11))
 
 
 def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None:
