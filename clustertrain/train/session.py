@@ -229,8 +229,8 @@ class Session:
         save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be saved).
 
         Args:
-            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain data
-                (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
+            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
+                data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
             keep: the newest checkpoints to keep.
 
         Raises:
