@@ -27,6 +27,7 @@ class Supervisor:
         self.run = run_of(job)
         self.rehearsed = 0
         self.kill_at: float | None = None
+        self.killed = False
 
     def main(self) -> None:
         me = psutil.Process()
@@ -47,7 +48,7 @@ class Supervisor:
             self._say("CANCELLED", "cancelled while pending")
             return False
         self.folder.requeue.unlink(missing_ok=True)
-        self.kill_at = None
+        self.kill_at, self.killed = None, False
         start = clock.now()
         self.job.start_time = start
         self.job.end_time = start + self.job.time_limit_s if self.job.time_limit_s else None
@@ -66,8 +67,9 @@ class Supervisor:
     def _look(self, ended_by: str) -> str:
         now = clock.now()
         if self.kill_at is not None and now >= self.kill_at:
+            self.killed = True
             _kill_descendants()
-            self.kill_at = now + KILL_WAIT_S
+            self.kill_at = None
         if ended_by:
             return ended_by
         if self.folder.cancel.exists():
@@ -103,7 +105,7 @@ class Supervisor:
         elif ended_by:
             state = ended_by
             # As Slurm does with a preempted job that did not leave by itself in the grace time.
-            again = ended_by == "PREEMPTED" and code != 0 and self.kill_at is None
+            again = ended_by == "PREEMPTED" and self.killed
         else:
             state = "COMPLETED" if code == 0 else "FAILED"
         record = {

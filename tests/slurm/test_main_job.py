@@ -119,6 +119,25 @@ def test_two_preemptions_in_a_row(
     assert run.digest() == reference(*HALF, "--layout", "fsdp")
 
 
+def test_the_users_signal_at_preemption_counts_as_the_warning(
+    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str]
+) -> None:
+    """With preempt_send_user_signal Slurm announces a preemption with the signal of `--signal`, and SIGTERM comes only
+    when the grace time is over."""
+    cluster.up("--preempt-user-signal")
+    try:
+        # The limit is near enough for the same signal to mean that.
+        run = submitted(*HALF, "--layout", "fsdp", "--time", "2", str(recipe))
+        run.wait_for_step(10)
+        preempt(cluster, run)
+        status = run.complete()
+    finally:
+        cluster.up()
+    assert run.endings()[0] == "preempted"
+    assert runs.resumed_where_they_stopped(status)
+    assert run.digest() == reference(*HALF, "--layout", "fsdp")
+
+
 def test_a_time_limit_is_survived(
     submitted: Callable[..., Run], recipe: Path, tmp_path: Path, reference: Callable[..., str]
 ) -> None:
