@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class CheckpointManager:
             self._retire()
         return saved
 
-    def _on_rank_0(self, act: Any, failure: str) -> Any:
+    def _on_rank_0(self, act: Callable[[], Any], failure: str) -> Any:
         """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""
         outcome: dict[str, Any] = {}
         if self._ranks.rank == 0:
