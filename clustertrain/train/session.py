@@ -253,9 +253,9 @@ class Session:
             if self.step >= total:
                 self._finished = True
                 return
-            yield from self._one_step(first)
+            yield from self._one_step(first, total)
 
-    def _one_step(self, first: int) -> Iterator[int]:
+    def _one_step(self, first: int, total: int) -> Iterator[int]:
         self._logged, self._apart_s = {}, 0.0
         for loader in self._loaders:
             loader.wait_s = 0.0
@@ -271,7 +271,7 @@ class Session:
             plain["data_wait_s"] = sum(loader.wait_s for loader in self._loaders)
         self._metrics.put(plain, self._logged)
         if self.step == first + 1:
-            self._event("first_step", step=self.step)
+            self._event("first_step", step=self.step, total=total)
 
     # -- checkpoints and stopping
 
