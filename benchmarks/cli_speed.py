@@ -134,6 +134,7 @@ def _row(name: str, ours: Command, peer: Command, rounds: int, target: Target) -
         "ours": ours.shown,
         "peer": peer.shown,
         "rounds": rounds,
+        "load_1min_after": round(os.getloadavg()[0], 2),
         "ours_s": spread([a.wall_s for a, _ in pairs]),
         "peer_s": spread([b.wall_s for _, b in pairs]),
         "ratio": ratio,
