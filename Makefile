@@ -48,7 +48,7 @@ benchmarks: setup ## speed against peers; writes benchmarks/results/
 	$(BIN)/python -m benchmarks
 
 gpu-check: setup ## what needs a CUDA GPU
-	$(PYTEST) -m gpu
+	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu
 
 clean: ## remove the environment and the demo's runs
 	rm -rf $(VENV) .demo

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from clustertrain import clock
 from clustertrain.errors import CommandFailed
+
+if TYPE_CHECKING:
+    import psutil
 
 
 @dataclass(frozen=True)
@@ -75,3 +83,42 @@ def start(
     finally:
         if out is not None:
             out.close()
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that none gets away.
+
+    torchrun starts each rank in a session of its own: neither a process group nor a session holds them all.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> list[psutil.Process]:
+    import psutil  # not at the top: it would be half of what `clustertrain status` imports
+
+    return psutil.Process().children(recursive=True)
+
+
+def kill_descendants(timeout_s: float = 30.0) -> bool:
+    """SIGKILL to everything below this process, until nothing is left or the time is over; whether nothing is left."""
+    import psutil
+
+    deadline = clock.monotonic() + timeout_s
+    while children := descendants():
+        for child in children:
+            send_signal(child, signal.SIGKILL)
+        psutil.wait_procs(children, timeout=0.5)
+        if clock.monotonic() > deadline:
+            return False
+    return True
+
+
+def send_signal(process: psutil.Process, number: int) -> None:
+    """To a process that may have ended meanwhile."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)

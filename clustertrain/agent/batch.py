@@ -47,6 +47,7 @@ class Step:
     new_options: dict[str, str] | None = None  # of the requeue that was asked for
     failed_at: float | None = None
     aborted_at: float | None = None
+    orphaned: bool = False
     next_look: float = 0.0
     next_ask: float = 0.0
 
@@ -76,6 +77,8 @@ class Batch:
         while step.child.poll() is None:
             self._look(step)
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
+        if step.orphaned:
+            return EXIT_FAILED  # whoever continues the run closes this attempt
         evidence = self._evidence(step)
         verdict = classify(evidence)
         if verdict is None:
@@ -138,6 +141,7 @@ class Batch:
         self._watch_failures(step, now)
         if self.backend.name == "local" and os.getppid() != self.parent:
             # The supervisor is gone. Without it nobody could stop or continue this run, so it does not go on.
+            step.orphaned = True
             self._abort(step)
 
     def _ask_to_stop(self, step: Step, source: str) -> None:

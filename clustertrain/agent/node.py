@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -132,7 +131,7 @@ class Agent:
         try:
             self._watch(child)
         finally:
-            _kill_group(child.pid)
+            proc.kill_descendants()
             child.wait()
         return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks))
 
@@ -168,6 +167,8 @@ class Agent:
         env[settings.NODE] = p.node
         env[settings.NODE_RANK] = str(p.node_rank)
         env[settings.DEVICE] = p.device
+        # CUDA numbers GPUs by speed otherwise, and NVML by bus: on a mixed node the report would name the wrong ones.
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(AFTER_FAILURE_S / 2))
         if "GLOO_SOCKET_IFNAME" not in env:
             # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
@@ -243,17 +244,10 @@ def _doze(child: Any) -> None:
     clock.wait_until(lambda: child.poll() is not None, POLL_S, POLL_S / 2)
 
 
-def _kill_group(pid: int) -> None:
-    """torchrun leads a session of its own: what is left of it goes at once."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def main() -> int:
     """``clustertrain agent``, run by srun or the local step once on every node."""
     signals = Signals()
+    proc.adopt_orphans()
     try:
         place = place_from(os.environ)
     except ClusterTrainError as e:

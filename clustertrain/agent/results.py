@@ -11,7 +11,7 @@ from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
 # Which kind of failure explains the others: a rank that raised makes its peers' collectives fail.
-_EXPLAINS = ("environment", "out_of_memory", "user_error", "communication")
+_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "communication")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import click
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
-from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="One step; default: see above.")
@@ -116,7 +116,7 @@ def digest(name: str, step: int | None, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@run_argument
+@named_run_argument
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
 @json_option
 def prune(name: str, keep: int, as_json: bool) -> None:

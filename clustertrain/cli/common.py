@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.errors import NotFound
-from clustertrain.run.folder import RunDir, open_run
-from clustertrain.run.resolve import resolve
 
-run_argument = click.argument("name", metavar="RUN", default="latest")
+if TYPE_CHECKING:
+    from clustertrain.run.folder import RunDir
+
+run_argument = click.argument("name", metavar="[RUN]", default="latest")
+# For what cannot be taken back there is no default.
+named_run_argument = click.argument("name", metavar="RUN")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
@@ -21,6 +24,9 @@ def find_run(name: str) -> RunDir:
     Raises:
         NotFound, Ambiguous: as :func:`clustertrain.run.resolve.resolve`.
     """
+    from clustertrain.run.folder import open_run
+    from clustertrain.run.resolve import resolve
+
     try:
         return resolve(name)
     except NotFound:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from clustertrain import clock, fsio
-from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.run.folder import RunDir
 
@@ -66,8 +66,6 @@ def status_json(seen: Any) -> dict[str, Any]:
     """The keys that scripts lean on (docs: design of the public interface), and a few more."""
     import msgspec
 
-    from clustertrain.report.status import attempt_state
-
     view = seen.view
     return {
         "run": seen.run.id,
@@ -85,7 +83,7 @@ def status_json(seen: Any) -> dict[str, Any]:
                 "n": a.n,
                 "job_id": a.job_id,
                 "restart": a.restart,
-                "state": attempt_state(a, seen),
+                "state": seen.state_of(a),
                 "reason": a.reason,
                 "nodes": list(a.nodes),
                 "start": a.start,
@@ -129,7 +127,7 @@ def wait(name: str) -> None:
 
 
 @click.command()
-@run_argument
+@named_run_argument
 @json_option
 def cancel(name: str, as_json: bool) -> None:
     """End RUN for good, pending or running. Its checkpoints stay."""
@@ -156,7 +154,7 @@ def cancel(name: str, as_json: bool) -> None:
 
 
 @click.command()
-@run_argument
+@named_run_argument
 @click.option("--time", help="Another time limit, as sbatch takes it.")
 @click.option("--partition", help="Another partition.")
 @click.option("--qos", help="Another quality of service.")

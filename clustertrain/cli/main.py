@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
-import os
-import sys
 
 import click
 
@@ -87,10 +85,6 @@ def _run() -> int:
         return e.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:
-        # The reader (head, less) has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise

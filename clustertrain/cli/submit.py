@@ -12,7 +12,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.plan.planner import Plan
@@ -170,21 +170,20 @@ def plan(**options: Any) -> int:
 
 
 def _show(chosen: Plan) -> None:
-    from clustertrain.report.terminal import make_console
+    from clustertrain.report.terminal import emit, make_console
 
-    out = make_console()
-    _rows(out, _summary(chosen))
+    parts: list[RenderableType] = [_rows(_summary(chosen))]
     for title, rows in (
         ("Why", [("", reason) for reason in chosen.reasons]),
         ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
     ):
         if rows:
-            out.print(f"\n{title}")
-            _rows(out, rows)
+            parts += [f"\n{title}", _rows(rows)]
+    emit(make_console(), *parts)
 
 
-def _rows(out: Console, rows: list[tuple[str, str]]) -> None:
+def _rows(rows: list[tuple[str, str]]) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table
 
@@ -193,7 +192,7 @@ def _rows(out: Console, rows: list[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for left, right in rows:
         table.add_row(left, right) if left else table.add_row(right)
-    out.print(Padding(table, (0, 0, 0, 2)))
+    return Padding(table, (0, 0, 0, 2))
 
 
 def _summary(chosen: Plan) -> list[tuple[str, str]]:

@@ -32,6 +32,10 @@ class Look:
     total_steps: int | None
     goodput: Goodput
 
+    def state_of(self, attempt: Attempt) -> str:
+        """An attempt's ending, or ``running``."""
+        return attempt.ending or ("running" if self.state == state.RUNNING else endings.UNKNOWN)
+
     @property
     def final(self) -> bool:
         return self.state in state.FINAL

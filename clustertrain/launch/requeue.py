@@ -109,9 +109,10 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:
         return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(missing)}", blamed=missing)
-    killed = next((r for r in failed if r.get("kind") == "killed"), None)
-    if killed is not None:
-        return Verdict(endings.UNKNOWN, str(killed.get("message")))
+    # A rank that was killed, or whose GPU failed, explains the broken collectives of the others, but not itself.
+    unexplained = next((r for r in failed if r.get("kind") in ("killed", "device")), None)
+    if unexplained is not None:
+        return Verdict(endings.UNKNOWN, str(unexplained.get("message")))
     communication = next((r for r in failed if r.get("kind") == "communication"), None)
     if communication is not None:
         return Verdict(endings.COMMUNICATION, str(communication.get("message")))

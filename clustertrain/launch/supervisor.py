@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ from clustertrain.run import metrics
 
 POLL_S = 0.1
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
@@ -61,14 +59,14 @@ class Supervisor:
         while batch.poll() is None:
             ended_by = self._look(ended_by)
             clock.wait_until(lambda: batch.poll() is not None, POLL_S, POLL_S)
-        _kill_descendants()
+        proc.kill_descendants()
         return self._finish(batch.returncode, ended_by, start)
 
     def _look(self, ended_by: str) -> str:
         now = clock.now()
         if self.kill_at is not None and now >= self.kill_at:
             self.killed = True
-            _kill_descendants()
+            proc.kill_descendants()
             self.kill_at = None
         if ended_by:
             return ended_by
@@ -86,8 +84,8 @@ class Supervisor:
         """SIGTERM to every process of the step, the kill after the grace time, as slurmd does it."""
         self.kill_at = clock.now() + grace_s
         self._say(state, why)
-        for child in psutil.Process().children(recursive=True):
-            _signal(child, signal.SIGTERM)
+        for child in proc.descendants():
+            proc.send_signal(child, signal.SIGTERM)
         return why
 
     def _rehearsal_due(self) -> bool:
@@ -121,28 +119,9 @@ class Supervisor:
         return again
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
-def _kill_descendants() -> None:
-    """Everything below this process goes, orphans included: as a subreaper it inherits them."""
-    me = psutil.Process()
-    for _ in range(100):
-        children = me.children(recursive=True)
-        if not children:
-            return
-        for child in children:
-            _signal(child, signal.SIGKILL)
-        psutil.wait_procs(children, timeout=1.0)
-
-
 def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    proc.adopt_orphans()
     folder = JobFolder(Path(sys.argv[1]))
     job = folder.read()
     if job is None:

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report.terminal import Glyphs, duration, meter
-from clustertrain.run.attempts import Attempt
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
@@ -47,11 +46,6 @@ def styled(word: str) -> Text:
 
 def local_time(t: float | None) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(t)) if t else "-"
-
-
-def attempt_state(attempt: Attempt, seen: Look) -> str:
-    """An attempt's ending, or ``running``."""
-    return attempt.ending or ("running" if seen.state == "running" else "unknown")
 
 
 def steps_of(seen: Look) -> str:
@@ -95,7 +89,7 @@ def _attempts(seen: Look) -> RenderableType:
             f"{a.first_step if a.first_step is not None else '-'} to {a.last_step if a.last_step is not None else '-'}"
         )
         nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 1 else "".join(a.nodes)
-        ending = styled(attempt_state(a, seen))
+        ending = styled(seen.state_of(a))
         table.add_row(str(a.n), a.job_id, nodes, local_time(a.start), ran, steps, ending)
     # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
     reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from clustertrain import settings
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
 
@@ -57,6 +59,15 @@ def close_groups() -> None:
             dist.destroy_process_group()
 
 
-def choose_threads(local_world_size: int) -> int:
-    """CPU threads of one rank. The number takes part in the order of summation, so it is kept in the checkpoint."""
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
+    """CPU threads of one rank: what OMP_NUM_THREADS says, else its share of this machine's cores.
+
+    More threads than cores would not only be slow: OpenMP's threads spin while they wait for each other. The number
+    takes part in the order of summation, so it is kept in the checkpoint.
+    """
+    asked = environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    # The local backend's nodes are all on this machine.
+    here = context.world_size if settings.LOCAL_JOB in environ else context.local_world_size
+    return max(1, len(os.sched_getaffinity(0)) // here)

@@ -104,7 +104,7 @@ class _SumOfParameters(nn.Module):
         super().__init__()
         self.model = model  # DDP looks for the buffers in it
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _unused: torch.Tensor) -> torch.Tensor:
         return torch.stack([p.sum().float() for p in self.model.parameters() if p.requires_grad]).sum()
 
 
@@ -118,7 +118,8 @@ def _replicate(model: nn.Module, context: RankContext) -> nn.Module:
     # order from the second step on. A resumed run would have its "first step" elsewhere. This pass fixes the order for
     # good before any real step: docs/decisions/0003-ddp-exact-resume.md.
     wrapped.module = _SumOfParameters(model)
-    wrapped().backward()
+    # With an input, because DDP on a GPU takes the first one to its device without looking whether there is one.
+    wrapped(torch.zeros((), device=context.device)).backward()
     wrapped.module = model
     for p in model.parameters():
         p.grad = None

@@ -17,7 +17,7 @@ from clustertrain import fsio, settings
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
 
 Ending = Literal["completed", "stopped", "failed"]
-Kind = Literal["user_error", "communication", "out_of_memory", "environment"]
+Kind = Literal["user_error", "communication", "out_of_memory", "environment", "device"]
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
 _COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "timed out waiting")
@@ -37,6 +37,8 @@ def kind_of(error: BaseException) -> Kind:
         return "out_of_memory"
     if isinstance(error, dist.DistError):
         return "communication"
+    if isinstance(error, torch.AcceleratorError):
+        return "device"  # an ECC error, an illegal access, a GPU off the bus: not told apart, and not always the user's
     if isinstance(error, RuntimeError):
         if any(w in words for w in _MEMORY):
             return "out_of_memory"

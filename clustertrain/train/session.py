@@ -74,7 +74,7 @@ class Session:
         self._result = result.current()
         self._flag = StopFlag(context.rank_dir)
         self._flag.install()
-        self._threads = mesh.choose_threads(context.local_world_size)
+        self._threads = mesh.choose_threads(context)
         torch.set_num_threads(self._threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
         self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop)

@@ -63,6 +63,7 @@ COMPLETED = {n: result("completed") for n in NODES}
         # A rank that raised explains its peers' broken collectives.
         (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "communication")}), endings.USER_ERROR),
         (evidence({"n1": result("failed", "out_of_memory"), "n2": result("failed", "user_error")}), "out_of_memory"),
+        (evidence({"n1": result("failed", "communication"), "n2": result("failed", "device")}), endings.UNKNOWN),
         (evidence({"n1": result("failed", "killed"), "n2": result("failed", "communication")}), endings.UNKNOWN),
     ],
 )
