@@ -17,7 +17,7 @@ import psutil
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import PENDING, Backend, JobStart, JobView, Submission
+from clustertrain.launch.backend import ALIVE, PENDING, Backend, JobStart, JobView, Submission
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.limits import seconds_of
@@ -150,7 +150,14 @@ class LocalBackend(Backend):
 
     def starts(self, job_id: str) -> list[JobStart]:
         job = folder_of(job_id).read()
-        return [msgspec.convert({**s, "job_id": job_id}, type=JobStart) for s in job.starts] if job else []
+        if job is None:
+            return []
+        starts = [msgspec.convert({**s, "job_id": job_id}, type=JobStart) for s in job.starts]
+        view = _view(job)
+        if not view.alive and job.state in ALIVE:
+            # The start that was under way when the supervisor died; nobody was left to write it down.
+            starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
+        return starts
 
     def forbid_requeue(self, job_id: str) -> None:
         return  # the supervisor restarts only what asked for it, or was preempted
