@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import importlib.metadata
 import os
 import socket
 import sys
@@ -37,13 +36,17 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
 
 
 def packages() -> dict[str, str]:
-    """Versions from the installed metadata; nothing is imported."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+    """Versions by the names of the installed metadata's folders. Nothing is imported, and importlib.metadata, which
+    would read the same with an e-mail parser, costs a tenth of a submission."""
+    wanted = {name.replace("-", "_"): name for name in _PACKAGES}
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        if not folder or not Path(folder).is_dir():
             continue
+        for entry in os.scandir(folder):
+            name, _, version = entry.name.removesuffix(".dist-info").partition("-")
+            if entry.name.endswith(".dist-info") and name.lower() in wanted:
+                found.setdefault(wanted[name.lower()], version)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,7 +174,7 @@ def create(name: str, *, share: bool = False) -> RunDir:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=mode)
         while True:
-            path = folder / f"{slug(name)}-{''.join(secrets.choice(_BASE32) for _ in range(6))}"
+            path = folder / f"{slug(name)}-{''.join(_BASE32[b % 32] for b in os.urandom(6))}"
             if fsio.claim_folder(path, mode=mode):
                 break
         run = RunDir(path)
