@@ -41,6 +41,7 @@ class Place:
     nodes: tuple[str, ...]
     ranks_per_node: int
     device: str
+    grace_s: float
     environ: Mapping[str, str]
 
     @property
@@ -73,6 +74,7 @@ def place_from(environ: Mapping[str, str]) -> Place:
         nodes=tuple(environ[settings.NODE_LIST].split(",")),
         ranks_per_node=int(plan["gpus_per_node"]),
         device=str(plan["device"]),
+        grace_s=float(plan["grace_s"]),
         environ=environ,
     )
 
@@ -210,21 +212,26 @@ class Agent:
         if order is not None and order.get("abort"):
             self.aborted = True
         elif order is not None and self.stopping is None:
-            self._stop_ranks("batch")
+            # By hand there is no hurry; every other reason to stop ends in a kill.
+            self._stop_ranks("batch", None if order.get("why") == "requeue" else self.place.grace_s)
         self.deadline = deadlines.read(self.place.attempt.deadline) or self.deadline
         if self.stopping is None and self.deadline is not None and self.deadline.due(clock.now()):
-            self._stop_ranks("deadline")
+            self._stop_ranks("deadline", None)
 
     def _heed_signals(self) -> None:
         if self.deadline is None or not self.deadline.explains(self.signals.received, clock.now()):
-            self._stop_ranks(f"signal:{self.signals.first}")
+            self._stop_ranks(f"signal:{self.signals.first}", self.place.grace_s)
         elif self.place.node_rank == 0 and not self.place.attempt.warned.exists():
             # A preemption announced by the same signal is known to the scheduler alone, which batch will ask.
             fsio.write_json(self.place.attempt.warned, {"t": clock.now()})
 
-    def _stop_ranks(self, source: str) -> None:
+    def _stop_ranks(self, source: str, grace_s: float | None) -> None:
+        """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
         self.stopping = source
-        fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now()})
+        end_time = self.deadline.end_time if self.deadline is not None else None
+        ends = [end_time, clock.now() + grace_s if grace_s is not None else None]
+        deadline = min((e for e in ends if e is not None), default=None)
+        fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
         self.log.write("signal", node=self.place.node, source=source)
 
 

@@ -54,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     nccl: dict[str, Setting]
     env: dict[str, Setting]
     signal_lead_s: int  # how long before the time limit Slurm warns
+    grace_s: float  # how long after the warning of a preemption the kill comes
     reasons: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
 
@@ -98,6 +99,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         nccl=nccl.communication(device, fabric, names),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
         signal_lead_s=lead_s,
+        grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
         reasons=tuple(choice.reasons),
         rejected=tuple(choice.rejected),
     )

@@ -25,6 +25,7 @@ from clustertrain.train.parallelize import autocast, clip_grad_norm, parallelize
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
+SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
 
 
 def session(
@@ -65,6 +66,7 @@ class Session:
         self._logged: dict[str, Scalar] = {}
         self._loaders: list[Loader] = []
         self._finished = False
+        self._slowest_save_s = 0.0
         self._apart_s = 0.0  # spent since the step began on what is not the step itself
 
     # -- opening and closing
@@ -244,9 +246,10 @@ class Session:
         while True:
             stop = self.step < total and self.poll()
             due = checkpoint_every is not None and self.step % checkpoint_every == 0
+            late = stop and self._agreement.any(self._too_late_to_save())
             if stop:
-                self._event("stop_agreed", step=self.step)
-            if manager is not None and self.step > first and (stop or due or self.step == total):
+                self._event("stop_agreed", step=self.step, save=not late)
+            if manager is not None and self.step > first and not late and (stop or due or self.step == total):
                 self._save(manager, state, final=stop or self.step == total)
             if stop:
                 self._leave(resumable=manager is not None)
@@ -308,8 +311,15 @@ class Session:
         self._metrics.drain(wait=True)
         rank_state = {"random": seeds.capture(self.device), "threads": self._threads}
         saved = manager.save(self.step, state, rank_state)
+        self._slowest_save_s = max(self._slowest_save_s, saved.save_s)
         self._result.committed_step = self.step
         self._event("checkpoint", step=self.step, save_s=saved.save_s, bytes=saved.bytes, final=final)
+
+    def _too_late_to_save(self) -> bool:
+        """Whether a save would not end before the kill, by the slowest one so far. The newest committed checkpoint then
+        stands; a save that is killed half way would not change that, only cost the orderly end."""
+        deadline = self._flag.deadline()
+        return deadline is not None and clock.now() + SAVE_MARGIN * self._slowest_save_s > deadline
 
     def _leave(self, *, resumable: bool) -> None:
         self._metrics.close()

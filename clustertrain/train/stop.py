@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clustertrain import fsio
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -45,6 +47,14 @@ class StopFlag:
         # only that one knows whether there is time left to train.
         if number != signal.SIGUSR2 or self._file is None:
             self._set = True
+
+    def deadline(self) -> float | None:
+        """By when the process must have ended (UTC epoch s), as the agent wrote it; None where nobody said."""
+        try:
+            value = fsio.read_json(self._file) if self._file is not None else None
+        except ValueError:
+            return None
+        return value.get("deadline") if value else None
 
     def __bool__(self) -> bool:
         if not self._set and self._file is not None:
@@ -90,6 +100,14 @@ class StopAgreement:
         work, flag = posted
         work.wait()
         return bool(flag.item())
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective, and only for after the agreement: it waits."""
+        if self._group is None:
+            return flag
+        value = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(value.item())
 
     def drain(self) -> None:
         """Wait for what is in flight, so that the group can be closed."""

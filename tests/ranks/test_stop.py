@@ -31,6 +31,35 @@ def test_told_before_the_first_step_no_step_is_done(tmp_path: Path) -> None:
     assert not run.checkpoints.exists() or not list(run.checkpoints.iterdir())
 
 
+def stop_with_deadline(step: int, left_s: float) -> None:
+    """Setup: saves take ten seconds as far as the session knows, and the agent leaves ``left_s`` at step ``step``."""
+    from clustertrain.train.session import Session
+
+    original = Session.log
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        self._slowest_save_s = 10.0
+        if self.step == step and self.rank == 1:
+            fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + left_s})
+
+    Session.log = log  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("left_s", "saved"), [(5.0, False), (3600.0, True)])
+def test_the_deadline_decides_between_a_fresh_save_and_the_committed_one(
+    tmp_path: Path, left_s: float, saved: bool
+) -> None:
+    run = make_run(tmp_path / "run", "fsdp", 2, steps=100_000, every=3)
+    ranks = Ranks(run, 2, setup=stop_with_deadline, args=(4, left_s)).expect(0)
+    ends = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
+    (ending, stopped_at, committed) = ends.pop()
+    assert not ends
+    assert ending == "stopped"
+    assert committed == (stopped_at if saved else (stopped_at - 1) // 3 * 3) > 0
+    assert [e["save"] for e in ranks.events("stop_agreed")] == [saved]
+
+
 def touch_stop_file() -> None:
     (Path(os.environ["CLUSTERTRAIN_RANK_DIR"]) / "stop").touch()
 
