@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # After the redirection, so that what the import of torch prints is in the log as well.
     from clustertrain.train import result
 
+    result.current().defer()
     try:
         if run is not None:
             open_run(run.path)
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _done() -> int:
     from clustertrain.train import result
 
-    if result.current().ending is None:  # a script that opened no session
+    if result.current().ending in (None, "completed"):  # None: a script that opened no session
         result.current().completed()
     return EXIT_DONE if result.current().ending != "failed" else EXIT_FAILED
 

@@ -47,6 +47,11 @@ def kind_of(error: BaseException) -> Kind:
     return "user_error"
 
 
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether a worker process of a DataLoader was ended by somebody else."""
+    return isinstance(error, RuntimeError) and "dataloader worker (pid" in str(error).lower()
+
+
 class RankResult:
     """The record of this rank, rewritten as it becomes known. Without a rank folder nothing is written."""
 
@@ -55,9 +60,22 @@ class RankResult:
         self._rank = int(environ.get("RANK", "0"))
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
+        self._deferred = False
         self.ending: Ending | None = None
         self.step = 0
         self.committed_step: int | None = None
+
+    def defer(self) -> None:
+        """Promise to call :meth:`completed` when the script has returned, so that leaving a session does not."""
+        self._deferred = True
+
+    def left(self) -> None:
+        """The session was left in order. What the script does after it belongs to the rank's work all the same, and the
+        agent ends what runs on after the record: so with :meth:`defer` there is none yet."""
+        if self._deferred:
+            self.ending = "completed"
+        else:
+            self.completed()
 
     def completed(self) -> None:
         self._write("completed")

@@ -26,6 +26,7 @@ from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
+WORD_OF_STOP_S = 3.0  # how long after the first process of a job the last one hears that it is being ended
 
 
 def session(
@@ -116,12 +117,11 @@ class Session:
                     self._barrier()
                     # A loop of the script's own that left because of poll() has not done all its steps.
                     stopped = self._agreement.agreed and not self._finished
-                    self._result.stopped() if stopped else self._result.completed()
+                    self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
-            elif error is not None and self._told_to_stop() and result.kind_of(error) == "communication":
-                # A peer has left before the step at which all would have stopped; the newest checkpoint stands.
+            elif error is not None and self._is_of_the_stop(error):
                 self._result.stopped()
-                raise SystemExit(EXIT_DONE) from error
+                raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
             elif error is not None:
                 self._result.failed(error)
         finally:
@@ -134,6 +134,14 @@ class Session:
 
     def _told_to_stop(self) -> bool:
         return bool(self._flag) or self._agreement.agreed
+
+    def _is_of_the_stop(self, error: BaseException) -> bool:
+        """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
+        if result.is_lost_worker(error):
+            # What ends the job may have reached a DataLoader of the script's own before it reached this process.
+            return clock.wait_until(self._told_to_stop, WORD_OF_STOP_S)
+        # A peer has left before the step at which all would have stopped.
+        return self._told_to_stop() and result.kind_of(error) == "communication"
 
     def _barrier(self) -> None:
         if self._groups.stop is not None:
@@ -325,6 +333,9 @@ class Session:
         self._metrics.close()
         self._result.stopped()
         self._barrier()
+        raise SystemExit(self._stopped_code(resumable))
+
+    def _stopped_code(self, resumable: bool) -> int:
         if self._context.run is not None:
-            raise SystemExit(EXIT_DONE)  # torchrun takes any other code for a failure; the result record tells more
-        raise SystemExit(EXIT_STOPPED if resumable else EXIT_FAILED)
+            return EXIT_DONE  # torchrun takes any other code for a failure; the result record tells more
+        return EXIT_STOPPED if resumable else EXIT_FAILED

@@ -163,6 +163,41 @@ def test_a_script_without_a_session_completes(tmp_path: Path) -> None:
     assert f"['a b', '--c'] {run.path}" in ranks.logs()
 
 
+AFTER = """
+import os, pathlib
+import clustertrain as ct
+
+record = pathlib.Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "rank-0.json")
+with ct.session() as session:
+    for step in session.steps(2):
+        pass
+print("in between:", record.exists())
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "ending"), [("", 0, "completed"), ("raise ValueError('export')", 1, "failed")]
+)
+def test_what_follows_the_session_belongs_to_the_rank(tmp_path: Path, then: str, code: int, ending: str) -> None:
+    script = tmp_path / "after.py"
+    script.write_text(AFTER + then)
+    run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
+    ranks = Ranks(run, 1).expect(code)
+    # The agent gives a rank with a record 20 s to end: an export of minutes would be killed and called completed.
+    assert "in between: False" in ranks.logs()
+    assert [(r["ending"], r["step"]) for r in ranks.results()] == [(ending, 2)]
+
+
+def test_a_session_that_nothing_of_ours_started_writes_its_record_itself(tmp_path: Path) -> None:
+    script = tmp_path / "after.py"
+    script.write_text(AFTER)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
+    environ |= {"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "CLUSTERTRAIN_DEVICE": "cpu"}
+    done = proc.run([sys.executable, str(script)], env=environ, timeout_s=120.0)
+    assert "in between: True" in done.stdout
+    assert fsio.read_json(tmp_path / "rank-0.json")["ending"] == "completed"
+
+
 def test_processes_that_a_script_starts_have_default_signals(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(

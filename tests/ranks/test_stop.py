@@ -117,6 +117,45 @@ def list_workers() -> None:
     Loader._start = start  # type: ignore[method-assign]
 
 
+OWN_LOADER = """
+import os, pathlib, torch
+from torch.utils.data import DataLoader, TensorDataset
+import clustertrain as ct
+
+folder = pathlib.Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
+
+with ct.session() as session:
+    state = {"n": torch.zeros(())}
+    data = iter(DataLoader(TensorDataset(torch.zeros(100_000_000, 1)), batch_size=1, num_workers=1))
+    for step in session.steps(100_000_000, state, checkpoint_every=2):
+        next(data)
+        if step == 3:
+            (folder / "worker").write_text(str(data._workers[0].pid))
+            while data._workers[0].is_alive():
+                pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "ending", "code", "kind"), [(True, "stopped", 0, None), (False, "failed", 1, "user_error")]
+)
+def test_a_data_worker_of_the_scripts_own_that_the_stop_kills_is_no_failure(
+    tmp_path: Path, told: bool, ending: str, code: int, kind: str | None
+) -> None:
+    script = tmp_path / "own_loader.py"
+    script.write_text(OWN_LOADER)
+    run = make_run(tmp_path / "run", "single", 1, script=(script, ()))
+    ranks = Ranks(run, 1)
+    worker = ranks.rank_dir / "worker"
+    assert clock.wait_until(lambda: worker.exists() and bool(worker.read_text()), 60.0), ranks.logs()
+    os.kill(int(worker.read_text()), signal.SIGTERM)
+    if told:  # the word reaches the rank after it has reached the worker
+        clock.wait_until(lambda: False, 0.5)
+        ranks.tell_to_stop()
+    ranks.expect(code)
+    assert [(r["ending"], r["committed_step"], r["kind"]) for r in ranks.results()] == [(ending, 2, kind)]
+
+
 def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, every=2)
     ranks = Ranks(run, 3, setup=stop_and_lose_a_peer, args=(5,))
