@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from clustertrain import fsio
-from clustertrain.errors import ConfigError
+from clustertrain.errors import ConfigError, UsageError
 
-Scalar = float | int | torch.Tensor
+Plain = float | int | bool | str | None
+Scalar = Plain | torch.Tensor | np.generic | np.ndarray[Any, Any]
+
+
+def checked(name: str, value: Scalar) -> Plain | torch.Tensor:
+    """``value`` as it can be written; numpy's scalars become Python's.
+
+    Raises:
+        UsageError: it is no scalar.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return value
+    plain: Any = value
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+        plain = value.item()
+    if plain is None or isinstance(plain, (float, int, str)):
+        return plain
+    shape = f" of shape {value.shape}" if isinstance(value, np.ndarray) else ""
+    raise UsageError(
+        f"session.log({name}=…): a value of type {type(value).__name__}{shape} cannot be logged",
+        fix="give a number, a string, None, or a tensor of one element",
+    )
+
+
+def _echoed(value: Plain) -> str:
+    return f"{value:.6g}" if isinstance(value, (float, int)) and not isinstance(value, bool) else str(value)
 
 
 @dataclass
@@ -34,12 +61,13 @@ class Metrics:
         self._echo_every = echo_every
         self._waiting: deque[_Row] = deque()
 
-    def put(self, plain: dict[str, Any], scalars: dict[str, Scalar]) -> None:
-        """Queue one row and write those before it that have arrived.
+    def put(self, plain: dict[str, Any], scalars: Mapping[str, Plain | torch.Tensor]) -> None:
+        """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``.
 
         Raises:
             ConfigError: a tensor of more than one element.
         """
+        scalars = {k: v for k, v in scalars.items() if k not in plain}
         tensors = {k: v.detach() for k, v in scalars.items() if isinstance(v, torch.Tensor)}
         for name, t in tensors.items():
             if t.numel() != 1:
@@ -66,7 +94,7 @@ class Metrics:
             values = {**row.plain, **{k: t.item() for k, t in row.tensors.items()}}
             self._file.append(values)
             if self._echo_every and values["step"] % self._echo_every == 0:
-                print("  ".join(f"{k} {v:.6g}" for k, v in values.items() if k != "t"), flush=True)
+                print("  ".join(f"{k} {_echoed(v)}" for k, v in values.items() if k != "t"), flush=True)
 
     def close(self, *, wait: bool = True) -> None:
         """Write what is left; without ``wait`` only what has arrived."""

@@ -20,7 +20,7 @@ from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
-from clustertrain.train.metrics import Metrics, Scalar
+from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import autocast, clip_grad_norm, parallelize, synchronise_gradients
 from clustertrain.train.stop import StopAgreement, StopFlag
 
@@ -64,7 +64,7 @@ class Session:
         self._timeout_s = timeout_s
         self.step = 0
         self.tokens_per_step = 0
-        self._logged: dict[str, Scalar] = {}
+        self._logged: dict[str, Plain | torch.Tensor] = {}
         self._loaders: list[Loader] = []
         self._finished = False
         self._slowest_save_s = 0.0
@@ -205,8 +205,12 @@ class Session:
         return value
 
     def log(self, **scalars: Scalar) -> None:
-        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later."""
-        self._logged.update(scalars)
+        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later.
+
+        Raises:
+            UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
+        """
+        self._logged.update({name: checked(name, value) for name, value in scalars.items()})
 
     def poll(self) -> bool:
         """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio
-from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
+from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.run.folder import RunDir
 from clustertrain.train import context, seeds
 from clustertrain.train.mesh import dimensions
-from clustertrain.train.metrics import Metrics
+from clustertrain.train.metrics import Metrics, checked
 from clustertrain.train.result import RankResult, kind_of
 from clustertrain.train.stop import SIGNALS, StopAgreement, StopFlag
 
@@ -117,6 +118,22 @@ def test_metrics_are_written_one_row_late_and_with_the_value_of_their_step(
     assert capsys.readouterr().out == "step 2  loss 2\n"
     with pytest.raises(ConfigError, match="one element"):
         Metrics(None).put({"step": 1}, {"loss": torch.zeros(2)})
+
+
+def test_what_can_be_logged_besides_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"loss": np.float32(0.5), "n": np.array(3), "best": np.bool_(True), "phase": "warm-up", "lr": None}
+    metrics = Metrics(tmp_path / "m.jsonl", echo_every=1)
+    metrics.put({"step": 1}, {**{k: checked(k, v) for k, v in given.items()}, "step": "mine"})
+    metrics.close()
+    row = {"step": 1, "loss": 0.5, "n": 3, "best": True, "phase": "warm-up", "lr": None}
+    assert list(fsio.read_lines(tmp_path / "m.jsonl")) == [row]
+    assert capsys.readouterr().out == "step 1  loss 0.5  n 3  best True  phase warm-up  lr None\n"
+
+
+@pytest.mark.parametrize("value", [[1.0], {"a": 1}, np.zeros(2), 1j, np.complex64(1), torch.tensor(1j), object()])
+def test_what_cannot_be_logged_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"session\.log\(odd="):
+        checked("odd", value)
 
 
 def test_environment_of_a_rank(tmp_path: Path) -> None:
