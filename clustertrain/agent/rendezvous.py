@@ -14,6 +14,7 @@ from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
 
 LOWEST_PORT = 10_000
+RESOLVE_TIMEOUT_S = 30.0
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = (32_768, 60_999)
 
@@ -46,16 +47,27 @@ def free_port(attempts: int = 200) -> int:
     candidates = [p for p in range(LOWEST_PORT, 65_536) if not low <= p <= high]
     if not candidates:
         raise ClusterTrainError(f"the ephemeral range {low}-{high} leaves no port for the rendezvous")
+    family = _family()
     for port in random.SystemRandom().sample(candidates, min(attempts, len(candidates))):
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:
-            try:
-                s.bind(("", port))
-            except OSError:
-                continue
+        if _binds(family, port):
             return port
     raise ClusterTrainError(
         f"no free port in {attempts} tries between {LOWEST_PORT} and 65535 on {socket.gethostname()}"
     )
+
+
+def _family() -> socket.AddressFamily:
+    """IPv6 covers both; a kernel started with ipv6.disable=1 has none, whatever Python was built with."""
+    return socket.AF_INET6 if _binds(socket.AF_INET6, 0) else socket.AF_INET
+
+
+def _binds(family: socket.AddressFamily, port: int) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as s:
+            s.bind(("", port))
+    except OSError:
+        return False
+    return True
 
 
 def publish(path: Path, host: str) -> Rendezvous:
@@ -79,30 +91,39 @@ def wait_for(path: Path, node: str, timeout_s: float) -> Rendezvous:
     return Rendezvous(**value)
 
 
-def resolve(meeting: Rendezvous, node: str) -> str:
-    """The rendezvous host's address as this node sees it.
+def resolve(meeting: Rendezvous, node: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> str:
+    """The rendezvous host's address as this node sees it. A name server that fails for a moment is asked again.
 
     Raises:
         EnvironmentNotFit: the name does not resolve here. Without this check the ranks would hang instead.
     """
-    try:
-        return str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as e:
-        raise EnvironmentNotFit(
-            f"node {node} cannot resolve the rendezvous host {meeting.host!r}: {e}",
-            fix="make the nodes' names resolvable from each other (DNS or /etc/hosts)",
-        ) from e
+    found: list[str] = []
+    failures: list[OSError] = []
+
+    def asked() -> bool:
+        try:
+            found.append(str(socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0]))
+        except OSError as e:
+            failures.append(e)
+        return bool(found)
+
+    if clock.wait_until(asked, timeout_s, 1.0):
+        return found[0]
+    raise EnvironmentNotFit(
+        f"node {node} cannot resolve the rendezvous host {meeting.host!r}: {failures[-1]}",
+        fix="make the nodes' names resolvable from each other (DNS or /etc/hosts)",
+    ) from failures[-1]
 
 
 def interface_towards(address: str) -> str | None:
     """The network interface that this node uses to reach ``address``, or None when it can't be told."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as s:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as s:
             s.connect((address, 9))  # a datagram socket: picks the route, sends nothing
             local = s.getsockname()[0]
-        except OSError:
-            return None
+    except OSError:
+        return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address.split("%")[0] == local for a in addresses):
             return name

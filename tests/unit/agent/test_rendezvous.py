@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clustertrain import clock
 from clustertrain.agent import rendezvous
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
 
@@ -54,7 +57,34 @@ def test_a_first_node_that_publishes_nothing_is_named_late_but_clearly(tmp_path:
 def test_a_name_that_does_not_resolve_fails_loudly() -> None:
     meeting = rendezvous.Rendezvous("no-such-host.invalid", 12345, "x")
     with pytest.raises(EnvironmentNotFit, match=r"node n2 cannot resolve .*no-such-host"):
-        rendezvous.resolve(meeting, "n2")
+        rendezvous.resolve(meeting, "n2", timeout_s=0.0)
+
+
+def test_a_name_server_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = socket.getaddrinfo, []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        if len(asked) == 1:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", fails_once)
+    monkeypatch.setattr(clock.time, "sleep", lambda _s: None)
+    assert rendezvous.resolve(rendezvous.Rendezvous("127.0.0.1", 12345, "x"), "n2") == "127.0.0.1"
+    assert len(asked) == 2
+
+
+def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoIpv6(socket.socket):
+        def __init__(self, family: int = -1, *args: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *args)
+
+    monkeypatch.setattr(rendezvous.socket, "socket", NoIpv6)
+    assert rendezvous.free_port() >= rendezvous.LOWEST_PORT
+    assert rendezvous.interface_towards("::1") is None
 
 
 def test_the_loopback_interface_leads_to_loopback() -> None:
