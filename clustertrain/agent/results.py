@@ -11,7 +11,10 @@ from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
 # Which kind of failure explains the others: a rank that raised makes its peers' collectives fail.
-_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "communication")
+_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "communication")
+# torchrun says so when it had started the ranks and they died: then they explain the failure, not torchrun.
+_RANKS_DIED = "ChildFailedError"
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class NodeResult:
     node: str
     node_rank: int
     ending: str  # completed, stopped, failed
-    kind: str | None  # of a failure: environment, out_of_memory, user_error, communication, killed, unknown
+    # Of a failure: environment, out_of_memory, user_error, device, storage, communication, launcher, killed, unknown.
+    kind: str | None
     exit_code: int
     step: int | None
     committed_step: int | None
@@ -36,8 +40,17 @@ def read_ranks(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
     return {r: record for r, record in found.items() if record is not None}
 
 
-def judge(node: str, node_rank: int, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]) -> NodeResult:
-    """One verdict for the node. A rank without a record was killed; "completed" needs all of them."""
+def judge(
+    node: str,
+    node_rank: int,
+    ranks: Sequence[int],
+    records: Mapping[int, Mapping[str, Any]],
+    log_tail: str | None = None,
+) -> NodeResult:
+    """One verdict for the node. A rank without a record was killed; "completed" needs all of them.
+
+    ``log_tail`` is the end of what torchrun printed: where it failed before any rank began, nothing else tells why.
+    """
     full = [records.get(r) or {"rank": r, "ending": "failed", "kind": "killed", "error": None} for r in ranks]
     endings = {str(r["ending"]) for r in full}
     steps = [int(r["step"]) for r in full if r.get("step") is not None]
@@ -53,6 +66,11 @@ def judge(node: str, node_rank: int, ranks: Sequence[int], records: Mapping[int,
         return NodeResult(ending="completed", kind=None, exit_code=EXIT_DONE, message=None, **common)
     if endings == {"stopped"}:
         return NodeResult(ending="stopped", kind=None, exit_code=EXIT_STOPPED, message=None, **common)
+    said_by_torchrun = _launcher_failure(log_tail) if log_tail and not records else None
+    if said_by_torchrun is not None:
+        kind, line = said_by_torchrun
+        message = f"torchrun on {node} failed: {line} (see logs/agent-{node}.log)"
+        return NodeResult(ending="failed", kind=kind, exit_code=EXIT_FAILED, message=message, **common)
     failed = [r for r in full if r["ending"] == "failed"] or full
     kinds = {str(r.get("kind") or "unknown") for r in failed}
     kind = next((k for k in (*_EXPLAINS, "killed") if k in kinds), "unknown")
@@ -62,3 +80,13 @@ def judge(node: str, node_rank: int, ranks: Sequence[int], records: Mapping[int,
     message = f"rank {culprit['rank']} on {node}: {said}"
     code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
     return NodeResult(ending="failed", kind=kind, exit_code=code, message=message, **common)
+
+
+def _launcher_failure(tail: str) -> tuple[str, str] | None:
+    """The kind and the last line of words of a torchrun that failed by itself; None where it does not say so."""
+    lines = [line.strip() for line in tail.splitlines() if any(c.isalnum() for c in line)]
+    if not lines:
+        return None
+    if any(words in tail.lower() for words in _PORT_TAKEN):
+        return "communication", lines[-1]
+    return None if _RANKS_DIED in tail else ("launcher", lines[-1])
