@@ -21,6 +21,7 @@ NODE_LIST = "CLUSTERTRAIN_NODE_LIST"  # names, separated by ','
 RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
+INTERNAL = frozenset({RUN_DIR, ATTEMPT, NONCE, NODE, NODE_RANK, NODE_LIST, RANK_DIR, DEVICE, LOCAL_JOB})
 
 # Of others.
 XDG_DATA_HOME = "XDG_DATA_HOME"
@@ -36,6 +37,15 @@ SLURM_JOB_GPUS = "SLURM_JOB_GPUS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 _SUBMIT_ONLY_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_")
+# A user's defaults for sbatch that say on whose account and where. The others stay behind: sbatch prefers them to the
+# lines of job.sh, so SBATCH_TIMELIMIT, SBATCH_SIGNAL or SBATCH_NO_REQUEUE would undo what the run relies on.
+_SBATCH_DEFAULTS = frozenset({"SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"})
+# What torchrun sets for its ranks.
+_TORCHRUN_PREFIX = "TORCHELASTIC_"
+_TORCHRUN = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
+)
 # What points a client at its cluster, as opposed to what describes an allocation.
 _KEEP = frozenset({"SLURM_CONF", "SLURM_TIME_FORMAT"})
 
@@ -57,9 +67,12 @@ def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def without_allocation(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the variables of an enclosing Slurm allocation.
+    """``environ`` without the variables of an enclosing Slurm allocation, run of ours, or rank.
 
     sbatch reads SBATCH_* and some SLURM_* as options: submitting from inside a job would otherwise inherit its memory,
-    its node count and its task layout.
+    its node count and its task layout. Outside of one, a few SBATCH_* are the user's own defaults and stay.
+    From inside a rank, its node and its number would become those of every agent of the new job.
     """
-    return {k: v for k, v in environ.items() if k in _KEEP or not (k.startswith(_SUBMIT_ONLY_PREFIXES) or k == RUN_DIR)}
+    keep = _KEEP if SLURM_JOB_ID in environ else _KEEP | _SBATCH_DEFAULTS
+    prefixes, names = (*_SUBMIT_ONLY_PREFIXES, _TORCHRUN_PREFIX), INTERNAL | _TORCHRUN
+    return {k: v for k, v in environ.items() if k in keep or not (k.startswith(prefixes) or k in names)}
