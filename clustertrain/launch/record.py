@@ -41,13 +41,19 @@ def packages() -> dict[str, str]:
     wanted = {name.replace("-", "_"): name for name in _PACKAGES}
     found: dict[str, str] = {}
     for folder in sys.path:
-        if not folder or not Path(folder).is_dir():
-            continue
-        for entry in os.scandir(folder):
-            name, _, version = entry.name.removesuffix(".dist-info").partition("-")
-            if entry.name.endswith(".dist-info") and name.lower() in wanted:
+        for entry in _entries(folder):
+            name, _, version = entry.removesuffix(".dist-info").partition("-")
+            if entry.endswith(".dist-info") and name.lower() in wanted:
                 found.setdefault(wanted[name.lower()], version)
     return found
+
+
+def _entries(folder: str) -> list[str]:
+    """What is in it; nothing where it is no folder (a zip, say) or closed to us."""
+    try:
+        return [entry.name for entry in os.scandir(folder)] if folder else []
+    except OSError:
+        return []
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:

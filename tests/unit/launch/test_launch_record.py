@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +55,20 @@ def test_the_record_is_json_and_names_what_the_run_was_made_from(repository: Pat
     assert json.loads(json.dumps(made)) == made
     assert {"time", "user", "host", "cwd", "argv", "clustertrain", "python", "packages", "git"} <= set(made)
     assert "torch" in made["packages"]
+
+
+def test_a_closed_folder_on_the_path_refuses_no_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, archive, site = tmp_path / "closed", tmp_path / "code.zip", tmp_path / "site"
+    closed.mkdir()
+    archive.write_bytes(b"PK")
+    (site / "numpy-9.9.dist-info").mkdir(parents=True)
+    scandir = os.scandir
+
+    def closed_scandir(folder: Any = ".") -> Any:
+        if str(folder) == str(closed):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", closed_scandir)
+    monkeypatch.setattr(sys, "path", [str(closed), str(archive), str(tmp_path / "none"), str(site)])
+    assert record.packages() == {"numpy": "9.9"}
