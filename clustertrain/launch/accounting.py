@@ -136,13 +136,25 @@ def preemption_advice(text: str, partition: str) -> list[str]:
         named = fields.get("PartitionName", "")
         if named != partition if partition else fields.get("Default") != "YES":
             continue
-        grace = fields.get("GraceTime", "")
-        if fields.get("PreemptMode", "OFF") == "OFF" or not grace.isdigit() or int(grace) >= SHORT_GRACE_S:
+        modes = fields.get("PreemptMode", "OFF").split(",")
+        if modes == ["OFF"]:
             return []
-        if int(grace) == 0:
-            return [
-                f"partition {named} gives a preempted job no grace time: what was done since the last checkpoint is "
-                "then lost, so choose checkpoint.every with care"
-            ]
-        return [f"partition {named} gives a preempted job {grace} s: two steps, a save and the exit must fit into it"]
+        notes = []
+        if "CANCEL" in modes:
+            notes.append(
+                f"partition {named}: preempted jobs are cancelled, not requeued by Slurm; the run requeues itself only "
+                "within the grace time"
+            )
+        return notes + _grace_advice(named, fields.get("GraceTime", ""))
     return []
+
+
+def _grace_advice(partition: str, grace: str) -> list[str]:
+    if not grace.isdigit() or int(grace) >= SHORT_GRACE_S:
+        return []
+    if int(grace) == 0:
+        return [
+            f"partition {partition} gives a preempted job no grace time: what was done since the last checkpoint is "
+            "then lost, so choose checkpoint.every with care"
+        ]
+    return [f"partition {partition} gives a preempted job {grace} s: two steps, a save and the exit must fit into it"]
