@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from clustertrain import settings
 from clustertrain.errors import Ambiguous, NotFound
 from clustertrain.run import attempts
@@ -42,11 +40,6 @@ def resolve(name: str) -> RunDir:
     if not fitting:
         raise NotFound(f"no run {name!r} in {settings.home()}", fix="`clustertrain list` shows the runs")
     return _only(name, fitting)
-
-
-def at(path: Path) -> RunDir:
-    """The run directory at ``path``, of whomever. Raises NotFound."""
-    return open_run(path)
 
 
 def _only(name: str, fitting: list[RunDir]) -> RunDir:
