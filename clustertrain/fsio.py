@@ -53,6 +53,19 @@ def read_json(path: Path) -> Any | None:
     return json.loads(text) if text.strip() else None
 
 
+def peek_json(path: Path) -> Any | None:
+    """:func:`read_json` for a file that others may write at any moment, for polling: whatever goes wrong (half a rename
+    on NFS, a server that does not answer, a bad line) means that there is nothing new yet.
+
+    The folder is listed first, because an NFS client remembers "no such file" for up to a minute; opening a folder asks
+    the server.
+    """
+    try:
+        return read_json(path) if path in path.parent.iterdir() else None
+    except (OSError, ValueError):
+        return None
+
+
 class Appender:
     """Appends JSON lines to a file that this process alone writes. Each line is one write(2), so readers and a kill
     never see two halves of different lines; a torn last line is skipped by :func:`read_lines`."""

@@ -6,26 +6,29 @@ the step is over decides what happens to the run and makes it happen.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
-from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
-from clustertrain.launch.backend import RUNNING, Backend, JobView, Submission
+from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
+from clustertrain.launch.backend import RUNNING, Backend, JobView
 from clustertrain.launch.choose import of_run
-from clustertrain.launch.requeue import Decision, Evidence, Verdict, budget_spent, classify, decide
+from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classify, decide
 from clustertrain.run import attempts, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.run.lead import lead_s
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 
@@ -33,8 +36,10 @@ POLL_S = 0.2
 LOOK_S = 1.0
 ASK_SCHEDULER_S = 60.0  # how often the end time is read again: an administrator may have moved it
 AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
-AFTER_ABORT_S = 15.0
-GONE_S = 60.0  # for the scheduler to end this process after a requeue
+AFTER_ABORT_S = 20.0
+AGENTS_S = 180.0  # for every node's agent to say that it has started
+LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
+LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 
 
 @dataclass
@@ -48,6 +53,9 @@ class Step:
     failed_at: float | None = None
     aborted_at: float | None = None
     orphaned: bool = False
+    out_of_time: bool = False
+    agents_seen: bool = False
+    began: float = field(default_factory=clock.monotonic)
     next_look: float = 0.0
     next_ask: float = 0.0
 
@@ -64,6 +72,7 @@ class Batch:
         self.signals = signals
         self.log = EventLog(self.attempt.events_of("batch"))
         self.parent = os.getppid()
+        self.started = clock.now()
 
     def main(self, step_argv: Sequence[str]) -> int:
         self.log.write(
@@ -88,7 +97,8 @@ class Batch:
         decision = decide(verdict, attempts.charged(self.run), self.spec.job.max_requeues)
         if decision.action == "requeue" and step.new_options:
             decision = replace(decision, action="resubmit", options=step.new_options)
-        return self._act(decision, verdict)
+        print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
+        return Sequel(self.run, self.backend, self.job_id, self.spec, self.log, self.signals).act(decision, verdict)
 
     def spent_by_others(self) -> int | None:
         """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""
@@ -134,11 +144,15 @@ class Batch:
             view = self._view()
             if view is not None and view.preempt_time is not None:
                 self._ask_to_stop(step, "preemption")
-        asked = fsio.read_json(self.attempt.requeue_asked)
+        asked = fsio.peek_json(self.attempt.requeue_asked)
         if asked is not None and not step.requeue_asked:
             step.requeue_asked, step.new_options = True, asked["options"]
             self._ask_to_stop(step, "requeue")
         self._watch_failures(step, now)
+        self._watch_agents(step, now)
+        if self.deadline.end_time is not None and clock.now() > self.deadline.end_time - LAST_CHANCE_S:
+            step.out_of_time = True
+            self._abort(step)
         if self.backend.name == "local" and os.getppid() != self.parent:
             # The supervisor is gone. Without it nobody could stop or continue this run, so it does not go on.
             step.orphaned = True
@@ -147,14 +161,35 @@ class Batch:
     def _ask_to_stop(self, step: Step, source: str) -> None:
         step.stop_at = clock.now()
         self.log.write("signal", source=source)
-        fsio.write_json(self.attempt.stop, {"why": source, "t": step.stop_at})
+        self._tell_agents({"why": source, "t": step.stop_at})
         step.child.send_signal(signal.SIGUSR2)  # srun and the local step pass it on to every agent
 
+    def _tell_agents(self, order: dict[str, Any]) -> None:
+        try:
+            fsio.write_json(self.attempt.stop, order)
+        except OSError as e:
+            # The signal to the step is the other way to tell them.
+            print(f"clustertrain batch: {self.attempt.stop}: {e}", file=sys.stderr, flush=True)
+
     def _refresh_deadline(self) -> None:
+        """An administrator may have moved the end, and the saves of this attempt have shown how long they take."""
         view = self._view()
-        if view is not None and view.end_time is not None and view.end_time != self.deadline.end_time:
-            self.deadline = replace(self.deadline, end_time=view.end_time)
-            deadlines.write(self.attempt.deadline, self.deadline)
+        end_time = view.end_time if view is not None and view.end_time is not None else self.deadline.end_time
+        allocation_s = end_time - self.started if end_time is not None else None
+        fresh = replace(self.deadline, end_time=end_time, lead_s=lead_s(self.run, allocation_s))
+        if fresh != self.deadline:
+            self.deadline = fresh
+            with contextlib.suppress(OSError):
+                deadlines.write(self.attempt.deadline, fresh)
+
+    def _watch_agents(self, step: Step, now: float) -> None:
+        """A node whose agent never starts (it does not see the run directory, say) leaves the others waiting for it."""
+        if step.agents_seen or now - step.began < AGENTS_S:
+            return
+        step.agents_seen = True
+        seen = {p.name for p in self.attempt.events.glob("agent-*.jsonl")}
+        if any(self.attempt.events_of(f"agent-{n}").name not in seen for n in self.nodes):
+            self._abort(step)
 
     def _watch_failures(self, step: Step, now: float) -> None:
         """A node that failed leaves the others in a collective, and srun waits for all of them."""
@@ -169,12 +204,12 @@ class Batch:
         now = clock.monotonic()
         if step.aborted_at is None:
             step.aborted_at = now
-            fsio.write_json(self.attempt.stop, {"abort": True, "t": clock.now()})
+            self._tell_agents({"abort": True, "t": clock.now()})
         elif now - step.aborted_at > AFTER_ABORT_S:
             step.child.kill()
 
     def _results(self) -> dict[str, dict[str, Any]]:
-        found = {n: fsio.read_json(self.attempt.result_of(n)) for n in self.nodes}
+        found = {n: fsio.peek_json(self.attempt.result_of(n)) for n in self.nodes}
         return {n: r for n, r in found.items() if r is not None}
 
     def _view(self) -> JobView | None:
@@ -194,6 +229,7 @@ class Batch:
         return starts[-1].state if starts else ""
 
     def _evidence(self, step: Step) -> Evidence:
+        clock.wait_until(lambda: len(self._results()) == len(self.nodes), LATE_RESULTS_S, POLL_S)
         view = self._view()
         log = events.of_attempt(self.attempt)
         sources = dict.fromkeys(str(e.get("source")) for e in events.named(log, "signal"))
@@ -210,6 +246,7 @@ class Batch:
             lead_s=self.deadline.lead_s,
             stop_at=min(asked, default=None),
             sources=tuple(sources),
+            out_of_time=step.out_of_time,
             now=clock.now(),
         )
 
@@ -223,54 +260,6 @@ class Batch:
             job_id=self.job_id,
             step_exit=evidence.step_exit,
         )
-
-    def _act(self, decision: Decision, verdict: Verdict) -> int:
-        print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
-        if decision.action == "stop":
-            self.log.write("stopped", why=decision.why)
-            print(f"clustertrain: the run stops: {decision.why}", flush=True)
-        if decision.action in ("finish", "stop"):
-            return decision.exit_code
-        if decision.action == "resubmit" and self._resubmit(decision):
-            return decision.exit_code
-        return self._requeue()
-
-    def _requeue(self) -> int:
-        # The marker and the state once more: between the verdict and here the owner may have cancelled.
-        view = self._view()
-        if self.run.cancelled.exists() or (view is not None and view.state != RUNNING and view.preempt_time is None):
-            return EXIT_NO_REQUEUE
-        self.log.write("requeued", how="requeue", job_id=self.job_id)
-        try:
-            self.backend.requeue(self.job_id)
-        except ClusterTrainError as e:
-            print(f"clustertrain: requeue refused, submitting afresh: {e}", file=sys.stderr, flush=True)
-            if not self._resubmit(Decision("resubmit", "requeue was refused", EXIT_STOPPED)):
-                self.log.write("stopped", why=f"neither requeue nor a fresh submission was accepted: {e}")
-                return EXIT_NO_REQUEUE
-            return EXIT_STOPPED
-        if self.backend.name == "slurm":
-            # Slurm ends this process now. Leaving by ourselves first would race with it for the job's final state.
-            clock.wait_until(lambda: bool(self.signals.received), GONE_S, POLL_S)
-        return EXIT_STOPPED
-
-    def _resubmit(self, decision: Decision) -> bool:
-        """A fresh job for the same run. A requeued one would wait for the lost nodes in COMPLETING."""
-        if self.run.cancelled.exists():
-            return False
-        options = dict(decision.options)
-        excluded = [n for n in (options.get("exclude", self.spec.job.exclude), *decision.exclude) if n]
-        if excluded:
-            options["exclude"] = ",".join(excluded)
-        try:
-            job_id = self.backend.submit(Submission(run=self.run, options=options))
-        except ClusterTrainError as e:
-            print(f"clustertrain: a fresh submission with {options} was refused: {e}", file=sys.stderr, flush=True)
-            return False
-        self.log.write("requeued", how="resubmit", job_id=job_id, exclude=excluded)
-        # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
-        self.backend.forbid_requeue(self.job_id)
-        return True
 
 
 def main() -> int:

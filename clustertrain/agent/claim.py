@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from clustertrain import clock, fsio, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.deadline import Deadline
-from clustertrain.errors import ClusterTrainError, NotOwner
-from clustertrain.launch.backend import COMPLETING, PENDING, Backend, JobStart
+from clustertrain.errors import ClusterTrainError, CommandFailed, NotOwner
+from clustertrain.launch.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.lead import first_lead_s, lead_s
 
-HALF_CLAIMED_S = 10.0  # for a claimer to write its record after the mkdir
+NO_ANSWER_S = 120.0
+HALF_CLAIMED_S = 60.0  # for a claimer to write its record after the mkdir
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
 
 
@@ -46,11 +47,27 @@ def identify(environ: Mapping[str, str], backend: Backend) -> Identity:
     job_id = backend.own_job_id(environ)
     if job_id is None:
         raise ClusterTrainError("not inside a job", fix="submit the run with `clustertrain submit`")
-    view = backend.views([job_id]).get(job_id)
+    view = _patiently(backend, job_id)
     # Slurm leaves SLURM_RESTART_COUNT unset at the first start.
     restart = int(environ.get(settings.SLURM_RESTART_COUNT) or (view.restarts if view else 0))
     end_time = view.end_time if view else None
     return Identity(job_id=job_id, restart=restart, nodes=backend.own_nodes(environ), end_time=end_time)
+
+
+def _patiently(backend: Backend, job_id: str) -> JobView | None:
+    """The scheduler's view of this very job. No answer for two minutes is taken for "no time limit known": the job
+    runs, so there is no reason to end it; the end time is asked for again while it does."""
+    found: dict[str, JobView] = {}
+
+    def answered() -> bool:
+        try:
+            found.update(backend.views([job_id]))
+        except CommandFailed:
+            return False
+        return True
+
+    clock.wait_until(answered, NO_ANSWER_S, 5.0)
+    return found.get(job_id)
 
 
 def claim(run: RunDir, me: Identity, backend: Backend) -> Claim:
@@ -67,7 +84,10 @@ def claim(run: RunDir, me: Identity, backend: Backend) -> Claim:
         numbers = [a.n for a in run.attempts()]
         attempt_dir = run.attempt(max(numbers, default=0) + 1)
         if fsio.claim_folder(attempt_dir.path):
-            return _furnish(run, attempt_dir, me)
+            held = _furnish(run, attempt_dir, me)
+            if max(a.n for a in run.attempts()) > attempt_dir.n:
+                raise NotOwner(f"attempt {attempt_dir.n} of {run.id} was taken over while it was being made")
+            return held
         # Somebody was faster. The next round finds that attempt open, and its job alive.
 
 
@@ -82,7 +102,7 @@ def _refuse_ended(run: RunDir) -> None:
 def _settled(run: RunDir, attempt: Attempt) -> Attempt:
     """The attempt with its record; a claimer that has just made the folder gets a moment to write it."""
     record = run.attempt(attempt.n).record
-    clock.wait_until(record.exists, HALF_CLAIMED_S)
+    clock.wait_until(lambda: fsio.peek_json(record) is not None, HALF_CLAIMED_S)
     return attempts.read_one(run, run.attempt(attempt.n))
 
 
@@ -112,7 +132,10 @@ def _wait_for_end(run: RunDir, attempt: Attempt, backend: Backend) -> None:
     """Another job's attempt is open: fine when that job is over or back in the queue, else the run is not ours."""
 
     def busy() -> str | None:
-        view = backend.views([attempt.job_id]).get(attempt.job_id)
+        try:
+            view = backend.views([attempt.job_id]).get(attempt.job_id)
+        except CommandFailed:
+            return COMPLETING  # no answer: not known to be over
         return view.state if view is not None and view.alive and view.state != PENDING else None
 
     def over() -> bool:
@@ -140,11 +163,7 @@ def _accounted(attempt: Attempt, backend: Backend) -> JobStart | None:
 
 
 def _furnish(run: RunDir, attempt: AttemptDir, me: Identity) -> Claim:
-    deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run), signal_lead_s=first_lead_s(run))
-    for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
-        folder.mkdir(mode=0o750)
-    fsio.write_text(attempt.nonce, secrets.token_hex(16))
-    deadlines.write(attempt.deadline, deadline)
+    # The record first: without it a later start would think that this claim died half way.
     fsio.write_json(
         attempt.record,
         {
@@ -156,4 +175,10 @@ def _furnish(run: RunDir, attempt: AttemptDir, me: Identity) -> Claim:
             "t": clock.now(),
         },
     )
+    allocation_s = me.end_time - clock.now() if me.end_time is not None else None
+    deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run, allocation_s), signal_lead_s=first_lead_s(run))
+    for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
+        folder.mkdir(mode=0o750)
+    fsio.write_text(attempt.nonce, secrets.token_hex(16))
+    deadlines.write(attempt.deadline, deadline)
     return Claim(attempt=attempt, job_id=me.job_id, nodes=me.nodes, deadline=deadline)

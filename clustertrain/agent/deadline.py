@@ -41,5 +41,5 @@ def write(path: Path, deadline: Deadline) -> None:
 
 
 def read(path: Path) -> Deadline | None:
-    value = fsio.read_json(path)
+    value = fsio.peek_json(path)
     return Deadline(**value) if value is not None else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
-from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, EnvironmentNotFit
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
 from clustertrain.telemetry.sampler import Sampler
@@ -41,7 +43,7 @@ class Place:
     nodes: tuple[str, ...]
     ranks_per_node: int
     device: str
-    grace_s: float
+    grace_s: float | None
     environ: Mapping[str, str]
 
     @property
@@ -74,7 +76,7 @@ def place_from(environ: Mapping[str, str]) -> Place:
         nodes=tuple(environ[settings.NODE_LIST].split(",")),
         ranks_per_node=int(plan["gpus_per_node"]),
         device=str(plan["device"]),
-        grace_s=float(plan["grace_s"]),
+        grace_s=plan["grace_s"],
         environ=environ,
     )
 
@@ -135,7 +137,12 @@ class Agent:
         finally:
             proc.kill_descendants()
             child.wait()
-        return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks))
+        tail = _tail(self._launcher_log) if child.returncode else None
+        return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), log_tail=tail)
+
+    @property
+    def _launcher_log(self) -> Path:
+        return self.place.attempt.logs / f"agent-{self.place.node}.log"
 
     def _meet(self) -> rendezvous.Rendezvous:
         p = self.place
@@ -157,7 +164,7 @@ class Agent:
         return proc.start(
             argv,
             env=self._environment(meeting),
-            log=p.attempt.logs / f"agent-{p.node}.log",
+            log=self._launcher_log,
             new_session=True,
             ignore_stop_signals=True,
         )
@@ -208,7 +215,7 @@ class Agent:
             _doze(child)
 
     def _look_for_stop(self) -> None:
-        order = fsio.read_json(self.place.attempt.stop)
+        order = fsio.peek_json(self.place.attempt.stop)
         if order is not None and order.get("abort"):
             self.aborted = True
         elif order is not None and self.stopping is None:
@@ -223,7 +230,8 @@ class Agent:
             self._stop_ranks(f"signal:{self.signals.first}", self.place.grace_s)
         elif self.place.node_rank == 0 and not self.place.attempt.warned.exists():
             # A preemption announced by the same signal is known to the scheduler alone, which batch will ask.
-            fsio.write_json(self.place.attempt.warned, {"t": clock.now()})
+            with contextlib.suppress(OSError):  # a full disk; the next round tries again
+                fsio.write_json(self.place.attempt.warned, {"t": clock.now()})
 
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
         """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
@@ -231,7 +239,13 @@ class Agent:
         end_time = self.deadline.end_time if self.deadline is not None else None
         ends = [end_time, clock.now() + grace_s if grace_s is not None else None]
         deadline = min((e for e in ends if e is not None), default=None)
-        fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
+        try:
+            fsio.write_json(self.rank_dir / "stop", {"source": source, "t": clock.now(), "deadline": deadline})
+        except OSError as e:
+            # A full /tmp must not cost the state: the ranks take SIGTERM for the same word.
+            print(f"clustertrain agent: {e}; warning the ranks by signal", file=sys.stderr, flush=True)
+            for process in proc.descendants():
+                proc.send_signal(process, signal.SIGTERM)
         self.log.write("signal", node=self.place.node, source=source)
 
 
@@ -247,6 +261,13 @@ def _past(since: float | None, allowed_s: float, now: float) -> bool:
     return since is not None and now - since > allowed_s
 
 
+def _tail(log: Path, size: int = 4096) -> str:
+    try:
+        return log.read_bytes()[-size:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _doze(child: Any) -> None:
     clock.wait_until(lambda: child.poll() is not None, POLL_S, POLL_S / 2)
 
@@ -260,4 +281,9 @@ def main() -> int:
     except ClusterTrainError as e:
         print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
         return e.exit_code
-    return Agent(place, signals).run().exit_code
+    try:
+        return Agent(place, signals).run().exit_code
+    except OSError as e:
+        # The disk under the run directory. Batch takes the missing result for a failure, and may requeue.
+        print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
+        return EXIT_FAILED

@@ -69,10 +69,16 @@ class Backend(Protocol):
         """End the job, pending or running, for good. No error when it has ended already."""
 
     def requeue(self, job_id: str) -> None:
-        """Put the job back in the queue under its id. Raises SchedulerRefused."""
+        """Put the job back in the queue under its id.
 
-    def forbid_requeue(self, job_id: str) -> None:
-        """Keep the scheduler from restarting the job by itself. Best effort, no error."""
+        Raises:
+            SchedulerRefused: it said no.
+            CommandFailed: it gave no answer, which says nothing about whether it did it.
+        """
+
+    def restart(self, job_id: str, submission: Submission) -> str:
+        """From inside ``job_id``: a fresh start of its run with other options, in place of a requeue; returns the id of
+        the job that will do it. Raises as :meth:`submit`."""
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         """The id of the job that this process runs in, or None outside of one."""

@@ -7,6 +7,7 @@ job.sh, delivers warnings and kills, restarts on request. Closing the terminal d
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,6 @@ import psutil
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import ALIVE, PENDING, Backend, JobStart, JobView, Submission
-from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.limits import seconds_of
 
@@ -37,6 +37,7 @@ class LocalJob(msgspec.Struct, kw_only=True):
     restarts: int = 0
     pid: int = 0
     pid_created: float = 0.0
+    host: str = ""
     time_limit_s: float | None = None
     grace_s: float = 30.0
     preempt_at_steps: tuple[int, ...] = ()
@@ -135,7 +136,7 @@ class LocalBackend(Backend):
         job = folder.read()
         if job is None or not supervisor_alive(job):
             raise SchedulerRefused(f"{job_id} is not running any more")
-        folder.requeue.touch()
+        fsio.write_json(folder.requeue, {})
 
     def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         found = {}
@@ -159,8 +160,11 @@ class LocalBackend(Backend):
             starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
         return starts
 
-    def forbid_requeue(self, job_id: str) -> None:
-        return  # the supervisor restarts only what asked for it, or was preempted
+    def restart(self, job_id: str, submission: Submission) -> str:
+        # By the same supervisor: a second one, started from here, would be a process of this job and go down with it.
+        folder = folder_of(job_id)
+        fsio.write_json(folder.requeue, {"time": submission.options.get("time")})
+        return job_id
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         path = environ.get(settings.LOCAL_JOB)
@@ -189,11 +193,9 @@ def _view(job: LocalJob) -> JobView:
         nodes=tuple(node_names(job.nodes)),
     )
     starting = job.pid == 0
+    if view.alive and not starting and job.host != socket.gethostname():
+        raise CommandFailed(f"{job.job_id} runs on {job.host}: whether its supervisor lives can be told there only")
     if view.alive and not starting and not supervisor_alive(job):
         reason = "its supervisor is gone: it was killed, or the machine was restarted"
         return JobView(job_id=job.job_id, state="NODE_FAIL", reason=reason, restarts=job.restarts)
     return view
-
-
-def run_of(job: LocalJob) -> RunDir:
-    return RunDir(Path(job.run_dir))

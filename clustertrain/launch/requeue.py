@@ -15,7 +15,7 @@ from clustertrain.launch.backend import RUNNING, JobView
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
 
-Action = Literal["finish", "requeue", "resubmit", "stop", "leave"]
+Action = Literal["finish", "requeue", "resubmit", "stop"]
 # How close to the time limit a stop counts as one because of it.
 NEAR_LIMIT_S = 15.0
 
@@ -35,6 +35,7 @@ class Evidence:
     lead_s: float  # the agents' own countdown
     stop_at: float | None  # when the stop was asked for
     sources: tuple[str, ...]  # who asked for it
+    out_of_time: bool  # batch ended the step itself, because the allocation was about to end
     now: float
 
 
@@ -67,7 +68,15 @@ def classify(e: Evidence) -> Verdict | None:
         return _ended_from_outside(e)
     if not missing and "failed" not in endings_seen:
         return _stopped(e)
+    known = _stopped(e) if e.stop_at is not None or e.out_of_time else None
+    if known is not None and known.ending != endings.UNKNOWN and not _hopeless(e):
+        # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
+        return Verdict(known.ending, f"{known.reason}; not all ranks had left in order")
     return _failed(e, missing)
+
+
+def _hopeless(e: Evidence) -> bool:
+    return any(r.get("kind") == "environment" for r in e.results.values())
 
 
 def _ended_from_outside(e: Evidence) -> Verdict | None:
@@ -86,12 +95,15 @@ def _stopped(e: Evidence) -> Verdict:
     if e.view is not None and e.view.preempt_time is not None:
         return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
     asked = e.stop_at or e.now
+    if e.out_of_time:
+        return Verdict(endings.TIME_LIMIT, "the ranks had not left when the time limit was near; ended by force")
     if e.end_time is not None and asked >= e.end_time - e.lead_s - NEAR_LIMIT_S:
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
     source = ", ".join(e.sources) or "an unknown source"
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
+UNEXPLAINED = frozenset({"killed", "device", "storage", "launcher"})
 _SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
 
 
@@ -103,14 +115,16 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
             ending = _SCHEDULER_KINDS.get(kind, endings.USER_ERROR)
             fatal = EXIT_CONFIG if kind == "environment" else None
             return Verdict(ending, str(culprit.get("message")), fatal=fatal)
+    if missing and e.step_exit == EXIT_CONFIG:
+        # An agent that does not see the run directory can't write why; its words are in job.log.
+        names = ", ".join(missing)
+        return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal=EXIT_CONFIG)
     if missing and not e.results:
-        if e.step_exit == EXIT_CONFIG:
-            return Verdict(endings.USER_ERROR, "no node could start: see job.log", fatal=EXIT_CONFIG)
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:
         return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(missing)}", blamed=missing)
-    # A rank that was killed, or whose GPU failed, explains the broken collectives of the others, but not itself.
-    unexplained = next((r for r in failed if r.get("kind") in ("killed", "device")), None)
+    # These explain the broken collectives of the other ranks, but not themselves.
+    unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED), None)
     if unexplained is not None:
         return Verdict(endings.UNKNOWN, str(unexplained.get("message")))
     communication = next((r for r in failed if r.get("kind") == "communication"), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -24,6 +25,11 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     clean = settings.without_allocation(environ)
     clean = {name: value for name, value in clean.items() if not name.startswith(_CLIENT_PREFIXES)}
     return {**clean, "SLURM_TIME_FORMAT": "%s"}
+
+
+# The batch process asks while it watches over the step; Slurm's own message timeout is 10 s.
+ANSWER_S = 20.0
+_NO_ANSWER = ("unable to contact", "timed out", "connection refused", "zero bytes")
 
 
 class SlurmBackend(Backend):
@@ -66,10 +72,16 @@ class SlurmBackend(Backend):
         done = _ask("scontrol", "requeue", _checked(job_id))
         if done.returncode:
             said = accounting.plain(done.stderr or done.stdout)
+            if any(words in said.lower() for words in _NO_ANSWER):
+                raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {said}")
             raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
 
-    def forbid_requeue(self, job_id: str) -> None:
-        _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0")
+    def restart(self, job_id: str, submission: Submission) -> str:
+        fresh = self.submit(submission)
+        # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
+        with contextlib.suppress(CommandFailed):
+            _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0")
+        return fresh
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         array, task = environ.get(settings.SLURM_ARRAY_JOB_ID), environ.get(settings.SLURM_ARRAY_TASK_ID)
@@ -122,7 +134,7 @@ def work_dir(job_id: str) -> Path | None:
 
 
 def _ask(*argv: str) -> proc.Completed:
-    return proc.run(argv, env=client_environ(os.environ), check=False)
+    return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=ANSWER_S)
 
 
 def _checked(job_id: str) -> str:

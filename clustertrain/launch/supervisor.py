@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import psutil
 
-from clustertrain import clock, proc, settings
+from clustertrain import clock, fsio, proc, settings
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
-from clustertrain.launch.local import JobFolder, LocalJob, run_of
+from clustertrain.launch.local import JobFolder, LocalJob
 from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.limits import seconds_of
 
 POLL_S = 0.1
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
@@ -22,14 +25,14 @@ class Supervisor:
     def __init__(self, folder: JobFolder, job: LocalJob) -> None:
         self.folder = folder
         self.job = job
-        self.run = run_of(job)
+        self.run = RunDir(Path(job.run_dir))
         self.rehearsed = 0
         self.kill_at: float | None = None
         self.killed = False
 
     def main(self) -> None:
         me = psutil.Process()
-        self.job.pid, self.job.pid_created = me.pid, me.create_time()
+        self.job.pid, self.job.pid_created, self.job.host = me.pid, me.create_time(), socket.gethostname()
         self.folder.write(self.job)
         while self._start_once():
             self.job.restarts += 1
@@ -97,9 +100,12 @@ class Supervisor:
         return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
 
     def _finish(self, code: int, ended_by: str, start: float) -> bool:
-        again = self.folder.requeue.exists() and ended_by in ("", "PREEMPTED")
+        asked = fsio.peek_json(self.folder.requeue)
+        again = asked is not None and ended_by != "CANCELLED"
         if again:
             state = "REQUEUED"
+            if asked and asked.get("time"):
+                self.job.time_limit_s = seconds_of(asked["time"])
         elif ended_by:
             state = ended_by
             # As Slurm does with a preempted job that did not leave by itself in the grace time.

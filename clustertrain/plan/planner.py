@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     nccl: dict[str, Setting]
     env: dict[str, Setting]
     signal_lead_s: int  # how long before the time limit Slurm warns
-    grace_s: float  # how long after the warning of a preemption the kill comes
+    grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
     reasons: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
 

@@ -80,6 +80,23 @@ def charged(run: RunDir) -> list[Attempt]:
     return [a for a in read_all(run) if a.start is None or a.start >= since]
 
 
+def carried_options(run: RunDir) -> dict[str, str]:
+    """What earlier submissions of the run were given besides job.sh, which the next one must not forget: the options of
+    ``clustertrain requeue``, the latest of each, and all nodes that were left out."""
+    log = events.of_run(run)
+    for attempt in run.attempts():
+        log += list(events.named(events.of_attempt(attempt), "requeued"))
+    options: dict[str, str] = {}
+    excluded: dict[str, None] = {}
+    for event in sorted(log, key=lambda e: float(e["t"])):
+        options.update({k: v for k, v in (event.get("options") or {}).items() if k != "exclude"})
+        given = (event.get("options") or {}).get("exclude")  # a list of Slurm's, kept as it is
+        excluded.update(dict.fromkeys([*([given] if given else []), *(event.get("exclude") or ())]))
+    if excluded:
+        options["exclude"] = ",".join(excluded)
+    return options
+
+
 def job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
     """All job ids that the run has held, the one mentioned last at the end."""
     mentions = [(float(e["t"]), str(e["job_id"])) for e in events.of_run(run) if e.get("job_id")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ class EventLog:
         self._host = socket.gethostname()
 
     def write(self, event: str, **fields: Any) -> Event:
-        """Append one event, durably: the next process to look may be the one that decides about the run."""
+        """Append one event, durably: the next process to look may be the one that decides about the run.
+
+        A full or absent disk does not raise: the record of a deed must not keep it from being done.
+        """
         record = {
             "t": clock.now(),
             "mono": clock.monotonic(),
@@ -31,7 +35,10 @@ class EventLog:
             "event": event,
             **fields,
         }
-        self._appender.append(record, sync=True)
+        try:
+            self._appender.append(record, sync=True)
+        except OSError as e:
+            print(f"clustertrain: event not recorded ({e}): {record}", file=sys.stderr, flush=True)
         return record
 
     def close(self) -> None:

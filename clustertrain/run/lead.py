@@ -16,15 +16,22 @@ def first_lead_s(run: RunDir) -> float:
     return float(plan.get("signal_lead_s") or DEFAULT_LEAD_S)
 
 
-def lead_s(run: RunDir) -> float:
+def lead_s(run: RunDir, allocation_s: float | None) -> float:
     """Seconds: two steps, a save and the exit, each with a factor of safety, from what earlier attempts measured; at
-    the first start what the plan took from the cluster profile."""
+    the first start what the plan took from the cluster profile. Never more than half of ``allocation_s``, or an
+    allocation would be over before its first step."""
+    wanted = _measured(run) or first_lead_s(run)
+    return wanted if allocation_s is None else min(wanted, allocation_s / 2)
+
+
+def _measured(run: RunDir) -> float | None:
     attempts = run.attempts()
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
     ]
-    # The first step of an attempt includes warming up and says little; the last ones are the rule.
-    steps = [float(r["step_s"]) for a in attempts for r in metrics.last_rows(run.metrics_of(a.n)) if "step_s" in r]
+    rows = [r for a in attempts for r in metrics.last_rows(run.metrics_of(a.n))[1:] if "step_s" in r]
+    # Without an attempt's first rows: they include warming up and compiling.
+    steps = [float(r["step_s"]) for r in rows]
     if not saves or not steps:
-        return first_lead_s(run)
+        return None
     return 3 * max(steps) + 3 * max(saves) + EXIT_S

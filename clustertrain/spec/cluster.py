@@ -25,7 +25,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     qos: str = ""
     time: str = ""
     mem: str = ""
-    grace_s: float = 30.0  # what preemption leaves between the warning and the kill
+    grace_s: float | None = None  # what preemption leaves between the warning and the kill; None: not known
     signal_lead_s: int = 120  # first `--signal` before the time limit
     device: Device = "auto"
     gpu_type: str = ""
@@ -36,7 +36,8 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     sbatch: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        positive("grace_s", self.grace_s)
+        if self.grace_s is not None:
+            positive("grace_s", self.grace_s)
         positive("signal_lead_s", self.signal_lead_s)
         if self.python and not self.python.startswith("/"):
             raise ValueError(f"python = {self.python!r}: must be an absolute path, the nodes may have another PATH")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clustertrain import clock
+from clustertrain import clock, fsio
 from tests import runs
 from tests.runs import Run
 
@@ -154,6 +154,31 @@ def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run],
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
+
+
+def test_a_time_limit_that_the_ranks_overrun_is_survived(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    # The first start does not hear of the limit. It is ended by force while a requeue is still accepted.
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import clustertrain as ct, os, time\n"
+        "with ct.session() as s:\n"
+        "    for step in s.steps(total=4, state={'done': 0}, checkpoint_every=1):\n"
+        "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
+        "            time.sleep(3600)\n"
+    )
+    run = submitted("--time", "0:30", str(script))
+    run.complete()
+    assert run.endings() == ["time_limit", "completed"]
+
+
+def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    run = submitted("--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
+    run.wait_for_step(5)
+    run.call("requeue", run.id, "--time", "120")
+    run.wait_for_step(6, attempt=2)
+    assert run.endings() == ["preempted", "running"]
+    deadline = fsio.read_json(run.path / "attempts" / "2" / "deadline.json")
+    assert deadline["end_time"] - run.status()["attempts"][1]["start"] == pytest.approx(7200, abs=10)
 
 
 def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:

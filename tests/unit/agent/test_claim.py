@@ -38,7 +38,13 @@ class FakeScheduler:
     def cancel(self, job_id: str) -> None:
         raise AssertionError("a claim cancels nothing")
 
-    requeue = forbid_requeue = cancel
+    requeue = cancel
+
+    def restart(self, job_id: str, submission: Submission) -> str:
+        raise AssertionError("a claim restarts nothing")
+
+    def advice(self, partition: str) -> list[str]:
+        return []
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         return None

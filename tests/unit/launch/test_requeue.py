@@ -14,6 +14,7 @@ from clustertrain.run.attempts import Attempt
 
 NODES = ("n1", "n2")
 RUNNING = JobView("7", "RUNNING")
+PREEMPTED = JobView("7", "RUNNING", preempt_time=990.0)
 
 
 def result(ending: str, kind: str | None = None, message: str = "it broke") -> dict[str, Any]:
@@ -33,6 +34,7 @@ def evidence(results: dict[str, dict[str, Any]], **changes: Any) -> Evidence:
         lead_s=60.0,
         stop_at=None,
         sources=(),
+        out_of_time=False,
         now=1000.0,
     )
     return replace(base, **changes)
@@ -52,6 +54,13 @@ COMPLETED = {n: result("completed") for n in NODES}
         (evidence(STOPPED, view=JobView("7", "RUNNING", preempt_time=990.0)), endings.PREEMPTED),
         (evidence(STOPPED, requeue_asked=True), endings.PREEMPTED),
         (evidence(STOPPED, end_time=1050.0, stop_at=995.0), endings.TIME_LIMIT),
+        # What breaks while the job is being taken down is the preemption's doing, whatever it looks like.
+        (
+            evidence({"n1": result("failed", "user_error")}, view=PREEMPTED, stop_at=995.0),
+            endings.PREEMPTED,
+        ),
+        (evidence({"n1": result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
+        (evidence({"n1": result("failed", "storage"), "n2": result("failed", "communication")}), endings.UNKNOWN),
         (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting="CANCELLED by 0"), endings.CANCELLED),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
@@ -95,6 +104,14 @@ def test_agents_that_cannot_see_the_run_directory_end_the_run_with_78() -> None:
     verdict = classify(evidence({}, step_exit=78))
     assert verdict is not None
     assert decide(verdict, [attempt(1, verdict.ending)], 50).exit_code == 78
+
+
+def test_one_node_that_does_not_see_the_run_directory_ends_the_run_with_78() -> None:
+    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit=78))
+    assert verdict is not None
+    decision = decide(verdict, [attempt(1, verdict.ending)], 50)
+    assert (decision.action, decision.exit_code) == ("stop", 78)
+    assert "n2" in decision.why
 
 
 def attempt(n: int, ending: str | None, **changes: Any) -> Attempt:

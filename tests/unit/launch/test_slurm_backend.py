@@ -131,9 +131,11 @@ def test_requeue_and_its_refusal(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answers("scontrol", stderr="Requested operation is presently disabled for job 12\n", rc=1)
     with pytest.raises(SchedulerRefused, match="presently disabled"):
         SlurmBackend().requeue("12")
-    SlurmBackend().forbid_requeue("12")  # best effort
+    fake_slurm.answers("scontrol", stderr="Unable to contact slurm controller (connect failure)\n", rc=1)
+    with pytest.raises(CommandFailed, match="no answer"):
+        SlurmBackend().requeue("12")
     assert [c.argv for c in fake_slurm.calls("scontrol")] == [
-        ["requeue", "12_3"], ["requeue", "12"], ["update", "JobId=12", "Requeue=0"]
+        ["requeue", "12_3"], ["requeue", "12"], ["requeue", "12"]
     ]  # fmt: skip
 
 

@@ -1,0 +1,142 @@
+"""What follows an attempt, with a scheduler that is down, refuses, or is ending the job already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.agent import sequel as module
+from clustertrain.agent.sequel import Sequel
+from clustertrain.agent.signals import Signals
+from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused
+from clustertrain.launch.backend import JobView, Submission
+from clustertrain.launch.requeue import Decision, Verdict
+from clustertrain.run import attempts, endings, events, folder
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import JobSpec, RunSpec
+
+
+@dataclass
+class Scheduler:
+    """Answers a requeue with these in turn (None: agreed), and remembers what it was asked."""
+
+    name: str = "local"
+    state: str = "RUNNING"
+    answers: list[ClusterTrainError | None] = field(default_factory=list)
+    refuses_restart: bool = False
+    requeued: int = 0
+    restarted: list[dict[str, str]] = field(default_factory=list)
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        return {j: JobView(j, self.state) for j in job_ids}
+
+    def requeue(self, job_id: str) -> None:
+        self.requeued += 1
+        answer = self.answers.pop(0) if self.answers else None
+        if answer is not None:
+            raise answer
+
+    def restart(self, job_id: str, submission: Submission) -> str:
+        if self.refuses_restart:
+            raise SchedulerRefused("no")
+        self.restarted.append(dict(submission.options))
+        return "8"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    made = folder.create("followed")
+    made.spec.write_text("version = 1\n")
+    made.attempt(1).path.mkdir()
+    return made
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    yield Signals()
+
+
+def follow(run: RunDir, scheduler: Scheduler, signals: Signals, ending: str, decision: Decision) -> int:
+    log = EventLog(run.attempt(1).events_of("batch"))
+    spec = RunSpec(job=JobSpec(exclude="n0"))
+    try:
+        return Sequel(run, scheduler, "7", spec, log, signals).act(decision, Verdict(ending, "…"))  # type: ignore[arg-type]
+    finally:
+        log.close()
+
+
+REQUEUE = Decision("requeue", "…", 75)
+
+
+def how(run: RunDir) -> list[str]:
+    return [str(e["how"]) for e in events.named(events.of_attempt(run.attempt(1)), "requeued")]
+
+
+def test_a_scheduler_that_is_restarting_is_asked_again(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(answers=[CommandFailed("no answer"), CommandFailed("no answer"), None])
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert (scheduler.requeued, scheduler.restarted) == (3, [])
+
+
+def test_a_refused_requeue_becomes_a_fresh_submission(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(answers=[SchedulerRefused("disabled")])
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert scheduler.restarted == [{"exclude": "n0"}]
+    assert how(run) == ["requeue", "resubmit"]
+
+
+def test_a_run_that_nobody_takes_says_why_it_stops(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(answers=[SchedulerRefused("disabled")], refuses_restart=True)
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+    assert "neither" in str(attempts.read_all(run)[0].stopped)
+
+
+def test_a_job_at_its_limit_is_submitted_afresh(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(state="COMPLETING")
+    assert follow(run, scheduler, signals, endings.TIME_LIMIT, REQUEUE) == 75
+    assert (scheduler.requeued, len(scheduler.restarted)) == (0, 1)
+
+
+def test_a_job_that_is_being_cancelled_is_left_alone(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(state="COMPLETING")
+    assert follow(run, scheduler, signals, endings.UNKNOWN, REQUEUE) == 93
+    assert (scheduler.requeued, scheduler.restarted) == (0, [])
+    assert attempts.read_all(run)[0].stopped
+
+
+def test_a_cancellation_after_the_verdict_counts(run: RunDir, signals: Signals) -> None:
+    fsio.write_json(run.cancelled, {})
+    scheduler = Scheduler()
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+    assert scheduler.requeued == 0
+
+
+def test_nodes_and_options_of_earlier_submissions_are_remembered(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler()
+    first = Decision("resubmit", "…", 75, exclude=("n2",))
+    follow(run, scheduler, signals, endings.NODE_FAILURE, first)
+    by_hand = Decision("resubmit", "…", 75, options={"partition": "big", "exclude": "n[7-9]"})
+    follow(run, scheduler, signals, endings.PREEMPTED, by_hand)
+    follow(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75, exclude=("n5",)))
+    assert scheduler.restarted[-1] == {"partition": "big", "exclude": "n0,n2,n[7-9],n5"}
+
+
+def test_a_full_disk_does_not_keep_the_run_from_its_requeue(
+    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fsio.Appender, "append", full)
+    scheduler = Scheduler()
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert scheduler.requeued == 1
+    assert "No space left" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""When the ranks are told that the time is nearly over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.run import folder
+from clustertrain.run.folder import RunDir
+from clustertrain.run.lead import DEFAULT_LEAD_S, EXIT_S, first_lead_s, lead_s
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    return folder.create("timed")
+
+
+def measured(run: RunDir, save_s: float, *steps_s: float) -> None:
+    log = fsio.Appender(run.attempt(1).events_of("rank-0"))
+    log.append({"t": 1.0, "event": "checkpoint", "step": 1, "save_s": save_s})
+    log.close()
+    rows = fsio.Appender(run.metrics_of(1))
+    rows.append(*({"t": 1.0, "step": i, "step_s": s} for i, s in enumerate(steps_s)))
+    rows.close()
+
+
+def test_before_anything_is_measured_the_plan_says(run: RunDir) -> None:
+    assert lead_s(run, None) == DEFAULT_LEAD_S
+    fsio.write_json(run.plan, {"signal_lead_s": 45})
+    assert lead_s(run, None) == first_lead_s(run) == 45
+
+
+def test_then_steps_and_saves_do_without_the_one_that_compiles(run: RunDir) -> None:
+    measured(run, 4.0, 90.0, 2.0, 1.0)
+    assert lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
+
+
+def test_half_of_an_allocation_is_always_left_to_train(run: RunDir) -> None:
+    measured(run, 200.0, 1.0, 1.0)
+    assert lead_s(run, 600.0) == 300.0
