@@ -172,7 +172,7 @@ class CheckpointManager:
 
     def _sweep(self) -> None:
         """Clear away what a killed save has left. Only the attempt that owns the run gets here."""
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o750)
         for old in self._root.glob(".old-step-*"):
             final = self._root / old.name.removeprefix(".old-")
             if final.exists():
@@ -188,10 +188,10 @@ def _words(e: Exception) -> str:
 
 
 def _fresh_folder(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o750)
 
 
 def _publish(staging: Path, final: Path) -> None:

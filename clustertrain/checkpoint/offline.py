@@ -18,11 +18,13 @@ from clustertrain.checkpoint.manifest import Damaged, Manifest, TensorRecord
 from clustertrain.errors import CheckpointError, NotFound
 
 
-def list_checkpoints(root: Path, *, verify: bool = True) -> list[dict[str, Any]]:
+def list_checkpoints(root: Path, *, verify: bool = False) -> list[dict[str, Any]]:
     """All checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
 
-    ``verified`` is true when every byte was read and its checksum fits, false when not, and null for one that was
-    never committed, or with ``verify=False``. What the index cannot tell because it is damaged is null.
+    ``verified`` is true when every byte was read (``verify``) and its checksum fits, false when anything is known to
+    be damaged: then ``damage`` tells what. It is null where that was not looked at: without ``verify`` only the index
+    and the sizes of the files are, and of one that was never committed nothing. What the index cannot tell because it
+    is damaged is null.
     """
     return [_describe(folder, verify) for folder in index.folders(root)]
 
@@ -43,6 +45,7 @@ def _describe(folder: Path, verify: bool) -> dict[str, Any]:
     try:
         manifest = index.read_manifest(folder)
         row.update(engine=manifest.engine, layout=manifest.layout, world_size=manifest.world_size)
+        index.check_sizes(folder, manifest)
         if verify:
             _verify_data(folder, manifest)
             row["verified"] = True

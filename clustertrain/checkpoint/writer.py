@@ -34,7 +34,7 @@ def write_blocks(folder: Path, rank: int, blocks: Iterable[Block]) -> list[dict[
     """
     name = index.rank_file(rank)
     records = []
-    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
     try:
         offset = 0
         for b in blocks:

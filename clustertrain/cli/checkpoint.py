@@ -36,7 +36,7 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @run_argument
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Read every byte and compare checksums.")
+@click.option("--verify", is_flag=True, help="Read every byte and compare checksums; else only index and file sizes.")
 @json_option
 def list_(name: str, verify: bool, as_json: bool) -> None:
     """All checkpoints of RUN, oldest first."""

@@ -22,7 +22,7 @@ from clustertrain.run.spec import load_spec
 def redirect_output(log: Path) -> None:
     """Append file descriptors 1 and 2 to ``log``: what C libraries and children print goes there too."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(fd, 1)

@@ -63,7 +63,7 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_in_force(tmp_path: Pat
     assert second.events("restored")[0]["step"] == committed[-1]
     assert second.events("restored")[0]["skipped"] == []
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
-    assert all(c["verified"] for c in offline.list_checkpoints(run.checkpoints))
+    assert all(c["verified"] for c in offline.list_checkpoints(run.checkpoints, verify=True))
 
 
 _known: list[int] = []

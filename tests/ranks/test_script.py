@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_what_follows_the_session_belongs_to_the_rank(tmp_path: Path, then: str,
     ranks = Ranks(run, 1).expect(code)
     # The agent gives a rank with a record 20 s to end: an export of minutes would be killed and called completed.
     assert "in between: False" in ranks.logs()
+    assert stat.S_IMODE(ranks.attempt.rank_log(0).stat().st_mode) == 0o640  # the run's folder guards it
     assert [(r["ending"], r["step"]) for r in ranks.results()] == [(ending, 2)]
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -297,20 +298,21 @@ def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> 
     manager.save(3, state)
     train(state)
     manager.save(6, state)
-    rows = offline.list_checkpoints(root)
+    rows = offline.list_checkpoints(root, verify=True)
     assert [(r["step"], r["committed"], r["verified"], r["engine"], r["world_size"]) for r in rows] == [
         (3, True, True, "raw", 1),
         (6, True, True, "raw", 1),
     ]
     assert rows[0]["layout"] == {"strategy": "single"}
     assert rows[0]["bytes"] == sum(p.stat().st_size for p in Path(rows[0]["path"]).iterdir())
-    assert offline.list_checkpoints(root, verify=False)[0]["verified"] is None
+    assert offline.list_checkpoints(root)[0]["verified"] is None
     assert offline.find(root) == index.step_folder(root, 6)
     assert offline.digest(offline.find(root, 3)) != offline.digest(offline.find(root, 6))
     with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
         offline.find(root, 5)
     flip(index.step_folder(root, 3) / "rank-0.bin")
-    row = offline.list_checkpoints(root)[0]
+    assert offline.list_checkpoints(root)[0]["verified"] is None
+    row = offline.list_checkpoints(root, verify=True)[0]
     assert row["verified"] is False
     assert "rank-0.bin" in row["damage"]
     with pytest.raises(Damaged, match=r"rank-0\.bin"):
@@ -321,6 +323,20 @@ def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: Checkpo
     manager.save(1, make_state(), {"random": 1})
     manager.save(2, {**make_state(), "note": "another"}, {"random": 2})
     assert offline.digest(offline.find(root, 1)) == offline.digest(offline.find(root, 2))
+
+
+def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: CheckpointManager, root: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = manager.save(3, make_state()).path
+    finally:
+        os.umask(before)
+    assert {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()} == {
+        "rank-0.bin": 0o640,
+        "manifest.json": 0o640,
+        "COMMITTED": 0o640,
+    }
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (root, folder)] == [0o750, 0o750]
 
 
 def test_loading_torch_is_not_needed_to_look_at_checkpoints() -> None:
