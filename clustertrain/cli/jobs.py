@@ -31,17 +31,27 @@ def _say(run: RunDir, event: str, **fields: Any) -> None:
 @json_option
 def list_(limit: int, as_json: bool) -> None:
     """My runs, newest first."""
-    from clustertrain.launch.look import look_all
+    from clustertrain.launch.look import Unreadable, look_all
     from clustertrain.run.resolve import all_runs
 
-    looks = look_all(all_runs()[:limit])
+    found = look_all(all_runs()[:limit])
     if as_json:
-        print_json([status_json(x) for x in looks])
+        print_json([_unreadable_json(x) if isinstance(x, Unreadable) else status_json(x) for x in found])
         return
+    from rich.console import Group
+    from rich.text import Text
+
     from clustertrain.report.status import runs_table
     from clustertrain.report.terminal import emit, make_console
 
-    emit(make_console(), runs_table(looks))
+    looks = [x for x in found if not isinstance(x, Unreadable)]
+    # Below the table: a reason is a sentence.
+    unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in found if isinstance(x, Unreadable)]
+    emit(make_console(), Group(*([runs_table(looks)] if looks or not unreadable else []), *unreadable))
+
+
+def _unreadable_json(row: Any) -> dict[str, Any]:
+    return {"run": row.run.id, "state": None, "error": row.error}
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,14 @@ from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A run whose own files do not read."""
+
+    run: RunDir
+    error: str
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,11 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
     except CommandFailed as e:
         silence = str(e)
     starts: list[JobStart] = []
-    unexplained = bool(history) and history[-1].ending is None
-    if accounting and job_id and (view is None or not view.alive) and (unexplained or not history):
+    # An attempt that ended and was to go on may have been cancelled since, in the queue, with Slurm's own command.
+    if accounting and job_id and (view is None or not view.alive) and not state.settled(history):
         starts = _starts(backend, job_id)
     word = starts[-1].state if starts else ""
-    now_state = state.of_run(run, history, view, word)
-    if silence is not None and now_state in (state.FAILED, state.CANCELLED) and (unexplained or not history):
-        # No answer is not "no such job".
-        now_state = state.RUNNING if history else state.PENDING
+    now_state = state.of_run(run, history, view, word, job_id if silence is not None else None)
     history = _explained(history, now_state, starts)
     row = metrics.latest(run)
     steps = [*(a.last_step for a in history if a.last_step is not None), *run.committed_steps()[-1:]]
@@ -124,14 +129,17 @@ def _explained(history: Sequence[Attempt], now_state: str, starts: Sequence[JobS
     return out
 
 
-def look_all(runs: Sequence[RunDir]) -> list[Look]:
+def look_all(runs: Sequence[RunDir]) -> list[Look | Unreadable]:
     """Many runs with one question to each scheduler, and none to accounting but for what is unexplained."""
     by_backend: dict[str, list[str]] = {}
     backends: dict[str, Backend] = {}
     for run in runs:
-        backend = backend_of(run)
+        try:
+            backend = backend_of(run)
+            job_id = job_of(run, attempts.read_all(run))
+        except _DAMAGE:
+            continue  # said below
         backends[backend.name] = backend
-        job_id = job_of(run, attempts.read_all(run))
         if job_id is not None:
             by_backend.setdefault(backend.name, []).append(job_id)
     views: dict[str, JobView] = {}
@@ -141,4 +149,15 @@ def look_all(runs: Sequence[RunDir]) -> list[Look]:
             views.update(backends[name].views(ids))
         except CommandFailed:
             silent.add(name)
-    return [look(run, None if backend_of(run).name in silent else views) for run in runs]
+    return [_look_or_say(run, views, silent) for run in runs]
+
+
+# What reading a run's files raises when they are not what was written: one such run must not hide the others.
+_DAMAGE = (ClusterTrainError, OSError, ValueError)
+
+
+def _look_or_say(run: RunDir, views: dict[str, JobView], silent: Set[str]) -> Look | Unreadable:
+    try:
+        return look(run, None if backend_of(run).name in silent else views)
+    except _DAMAGE as e:
+        return Unreadable(run, e.message if isinstance(e, ClusterTrainError) else f"{type(e).__name__}: {e}")

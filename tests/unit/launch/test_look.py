@@ -1,0 +1,133 @@
+"""What is true of a run: its own files, the queue, and what the accounting remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.errors import CommandFailed
+from clustertrain.launch import look as looking
+from clustertrain.launch.backend import JobStart, JobView
+from clustertrain.launch.slurm import SlurmBackend
+from clustertrain.run import folder, state
+from clustertrain.run.folder import RunDir
+
+
+class Scheduler(SlurmBackend):
+    """Answers what the test wants; ``queue`` None: it gives no answer."""
+
+    def __init__(self) -> None:
+        self.queue: dict[str, JobView] | None = {}
+        self.remembered: list[JobStart] = []
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        if self.queue is None:
+            raise CommandFailed("squeue failed: Unable to contact slurm controller")
+        return {j: self.queue[j] for j in job_ids if j in self.queue}
+
+    def starts(self, job_id: str) -> list[JobStart]:
+        return [s for s in self.remembered if s.job_id == job_id]
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    made = Scheduler()
+    monkeypatch.setattr(looking, "of_run", lambda _name: made)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    return new_run()
+
+
+def new_run() -> RunDir:
+    made = folder.create("r")
+    made.spec.write_text("version = 1\n")
+    say(made.events / "submit.jsonl", (1.0, "submitted", {"job_id": "7", "backend": "slurm"}))
+    return made
+
+
+def say(path: Path, *events: tuple[float, str, dict[str, Any]]) -> None:
+    log = fsio.Appender(path)
+    for t, name, fields in events:
+        log.append({"t": t, "event": name, **fields})
+    log.close()
+
+
+def attempt(run: RunDir, *events: tuple[float, str, dict[str, Any]]) -> None:
+    run.attempt(1).path.mkdir(parents=True, exist_ok=True)
+    fsio.write_json(run.attempt(1).record, {"job_id": "7", "restart": 0, "nodes": ["a"], "host": "a", "t": 2.0})
+    say(run.attempt(1).events_of("batch"), (2.0, "started", {"job_id": "7"}), *events)
+
+
+PREEMPTED = (3.0, "ended", {"ending": "preempted", "reason": "the scheduler preempted the job"})
+REQUEUED = (4.0, "requeued", {"how": "requeue", "job_id": "7"})
+STOPPED = (4.0, "stopped", {"why": "no progress"})
+
+
+def test_no_answer_does_not_end_a_requeued_run(run: RunDir, scheduler: Scheduler) -> None:
+    attempt(run, PREEMPTED, REQUEUED)
+    scheduler.queue = None
+    seen = looking.look(run)
+    assert (seen.state, seen.final) == (state.REQUEUED, False)
+    assert seen.silence is not None
+
+
+def test_no_answer_leaves_a_waiting_and_a_running_run_as_they_were(run: RunDir, scheduler: Scheduler) -> None:
+    scheduler.queue = None
+    assert looking.look(run).state == state.PENDING
+    attempt(run)
+    assert looking.look(run).state == state.RUNNING
+
+
+def test_no_answer_changes_nothing_of_what_the_files_say(run: RunDir, scheduler: Scheduler) -> None:
+    attempt(run, PREEMPTED, STOPPED)
+    scheduler.queue = None
+    assert looking.look(run).state == state.FAILED
+    fsio.write_json(run.cancelled, {"t": 5.0})
+    assert looking.look(run).state == state.CANCELLED
+
+
+def test_no_answer_does_not_end_a_run_that_its_owner_continued(run: RunDir, scheduler: Scheduler) -> None:
+    attempt(run, PREEMPTED, STOPPED)
+    say(run.events / "continued-h-1.jsonl", (5.0, "continued", {}), (5.1, "continued", {"job_id": "8"}))
+    scheduler.queue = None
+    assert looking.look(run).state == state.REQUEUED
+
+
+def test_a_requeued_run_that_was_cancelled_in_the_queue_stays_cancelled(run: RunDir, scheduler: Scheduler) -> None:
+    attempt(run, PREEMPTED, REQUEUED)
+    scheduler.remembered = [JobStart("7", "PREEMPTED", start=2.0), JobStart("7", "CANCELLED")]
+    scheduler.queue = {"7": JobView("7", "CANCELLED")}
+    assert looking.look(run).state == state.CANCELLED
+    scheduler.queue = {}  # the queue forgets a job after some minutes
+    assert looking.look(run).state == state.CANCELLED
+    scheduler.queue = None
+    assert looking.look(run).state == state.CANCELLED
+
+
+def test_a_requeued_job_that_is_gone_for_another_reason_has_failed(run: RunDir, scheduler: Scheduler) -> None:
+    attempt(run, PREEMPTED, REQUEUED)
+    scheduler.remembered = [JobStart("7", "PREEMPTED", start=2.0)]
+    assert looking.look(run).state == state.FAILED
+
+
+@pytest.mark.parametrize("spec", ["version = [", "nonsense = 1\n", b"\xff\xfe"])
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_run_that_does_not_read_hides_no_other(
+    run: RunDir, scheduler: Scheduler, spec: str | bytes, submitted: bool
+) -> None:
+    broken = new_run()
+    broken.spec.write_bytes(spec if isinstance(spec, bytes) else spec.encode())
+    if not submitted:
+        (broken.events / "submit.jsonl").unlink()
+    scheduler.queue = {"7": JobView("7", "PENDING")}
+    first, second = looking.look_all([broken, run])
+    assert isinstance(first, looking.Unreadable) and first.run == broken and "spec.toml" in first.error
+    assert isinstance(second, looking.Look) and second.state == state.PENDING
