@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from clustertrain import clock
+from clustertrain import clock, fsio
 from clustertrain.cli.common import find_run, run_argument
-from clustertrain.errors import NotFound
+from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
 
 POLL_S = 0.3
@@ -24,37 +24,55 @@ CHUNK = 1 << 16
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt's.")
 @click.option("--job", is_flag=True, help="Instead of a rank's: what the batch script, srun and Slurm printed.")
-def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool) -> None:
+@click.option("--node", metavar="NAME", help="Instead of a rank's: what torchrun printed on this node.")
+def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None) -> None:
     """Print the log of one rank of RUN."""
+    if job and node:
+        raise UsageError("--job and --node are two different logs")
     run = find_run(name)
     printed = False
-    for path, chunk in _chunks(run, follow, rank, attempt, job):
+    for path, chunk in _chunks(run, follow, rank, attempt, job, node):
         printed = True
         if path is not None:
             click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
         sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
     if not printed and not follow:
-        raise NotFound(_why_none(run, rank, attempt, job), fix=f"`clustertrain status {run.id}` shows its attempts")
+        raise NotFound(
+            _why_none(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"
+        )
 
 
-def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool) -> str:
+def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
     numbers = [a.n for a in run.attempts()]
     if job or not numbers:
         return f"{run.id} has printed nothing yet"
     if attempt is not None and attempt not in numbers:
         return f"{run.id} has no attempt {attempt}: it has {', '.join(map(str, numbers))}"
+    if node is not None:
+        known = _nodes(run, attempt)
+        if node in known or not known:
+            return f"node {node} of {run.id} has printed nothing yet"
+        return f"{run.id} has no node {node!r}: it has {', '.join(known)}"
     return f"rank {rank} of {run.id} has printed nothing yet, or does not exist"
 
 
-def _files(run: RunDir, rank: int, attempt: int | None, job: bool) -> list[Path]:
+def _nodes(run: RunDir, attempt: int | None) -> list[str]:
+    records = [fsio.read_json(a.record) or {} for a in run.attempts() if attempt in (None, a.n)]
+    return list(dict.fromkeys(str(node) for record in records for node in record.get("nodes", ())))
+
+
+def _files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> list[Path]:
     if job:
         return [run.job_log]
-    return [a.rank_log(rank) for a in run.attempts() if attempt in (None, a.n)]
+    asked = [a for a in run.attempts() if attempt in (None, a.n)]
+    if node is not None:
+        return [a.logs / f"agent-{node}.log" for a in asked]
+    return [a.rank_log(rank) for a in asked]
 
 
 def _chunks(
-    run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool
+    run: RunDir, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None
 ) -> Iterator[tuple[Path | None, bytes]]:
     """(the file, at its first chunk and where the file changes, else None; what is new in it)."""
     read: dict[Path, int] = {}
@@ -62,7 +80,7 @@ def _chunks(
     ended, next_ask = not follow, 0.0
     while True:
         last_round = ended
-        for path in _files(run, rank, attempt, job):
+        for path in _files(run, rank, attempt, job, node):
             for chunk in _new(path, read):
                 yield (path if path != current else None), chunk
                 current = path
