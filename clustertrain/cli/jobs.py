@@ -198,7 +198,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
             run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
         _say(run, "continued")
         job_id = backend_of(run).submit(Submission(run=run, options=given))
-        _say(run, "continued", job_id=job_id)
+        _say(run, "continued", job_id=job_id, options=given)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
     else:

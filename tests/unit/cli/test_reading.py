@@ -1,4 +1,4 @@
-"""``list`` and ``logs`` over runs whose files a test wrote."""
+"""``list``, ``logs`` and ``requeue`` over runs whose files a test wrote."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from clustertrain import fsio
-from clustertrain.cli.jobs import list_
+from clustertrain.cli.jobs import list_, requeue
 from clustertrain.cli.logs import logs
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.run import folder
+from clustertrain.launch.local import LocalBackend
+from clustertrain.run import attempts, folder
 from clustertrain.run.folder import RunDir
 
 
@@ -64,3 +65,10 @@ def test_a_run_that_does_not_read_is_listed_as_such_and_the_others_as_ever(run: 
     assert set(rows[broken.id]) == {"run", "state", "error"} and rows[broken.id]["state"] is None
     assert "spec.toml" in rows[broken.id]["error"]
     assert rows[run.id]["state"] == "failed"
+
+
+def test_the_options_of_a_requeue_are_known_to_the_next_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalBackend, "submit", lambda _self, _submission: "local-2")
+    done = CliRunner().invoke(requeue, [run.id, "--time", "1:00:00"])
+    assert done.exit_code == 0 and "job local-2" in done.stdout
+    assert attempts.carried_options(run) == {"time": "1:00:00"}
