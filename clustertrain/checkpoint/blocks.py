@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain.checkpoint.manifest import Damaged, ShardRecord, checksum
+from clustertrain.checkpoint.storage import patiently
 
 
 def read_shard(folder: Path, shard: ShardRecord) -> bytearray:
     """The bytes of ``shard``.
 
     Raises:
-        Damaged: the file is missing, too short, unreadable, or its bytes are not those that were written.
+        Damaged: the file is missing, too short, or its bytes are not those that were written.
+        StorageError: it cannot be read, now at least.
     """
     path = folder / shard.file
     data = bytearray(shard.nbytes)
     view = memoryview(data)
-    try:
+
+    def read() -> None:
         fd = os.open(path, os.O_RDONLY)
         try:
             done = 0
@@ -29,6 +32,9 @@ def read_shard(folder: Path, shard: ShardRecord) -> bytearray:
                 done += got
         finally:
             os.close(fd)
+
+    try:
+        patiently(read, path)
     except OSError as e:
         raise Damaged(f"{path}: {e.strerror or e}") from e
     if checksum(view) != shard.checksum:

@@ -14,10 +14,11 @@ import torch
 from clustertrain import clock, fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.agree import Ranks, numbered
 from clustertrain.checkpoint.manifest import Damaged, Manifest
 from clustertrain.checkpoint.reader import Reader
 from clustertrain.checkpoint.state import collect
+from clustertrain.checkpoint.storage import FULL, StorageError
 from clustertrain.checkpoint.writer import merge, write_blocks
 from clustertrain.errors import CheckpointError
 
@@ -60,8 +61,9 @@ class CheckpointManager:
         """Write and commit a checkpoint. A committed one of the same step is replaced only by a committed one.
 
         Raises:
-            CheckpointError: on every rank, when any of them could not write. Nothing is committed then, and the older
+            StorageError: on every rank, when any of them could not write. Nothing is committed then, and the older
                 checkpoints are as they were.
+            CheckpointError: likewise, where the state is one that cannot be saved.
         """
         started = clock.monotonic()
         staging = index.staging_folder(self._root, step, self._attempt)
@@ -73,7 +75,7 @@ class CheckpointManager:
             told["records"] = write_blocks(staging, self._ranks.rank, blocks)
             told["own"] = own
         except (OSError, CheckpointError) as e:
-            told["trouble"] = _words(e)
+            told["trouble"] = _told(e)
         everybody = self._ranks.gather(told)
         size = self._on_rank_0(
             lambda: self._commit(step, staging, everybody, values),
@@ -91,17 +93,17 @@ class CheckpointManager:
             try:
                 outcome = {"value": act()}
             except (OSError, CheckpointError) as e:
-                outcome = {"trouble": _words(e)}
+                outcome = {"trouble": _told(e)}
         outcome = self._ranks.broadcast(outcome)
         if "trouble" in outcome:
-            raise CheckpointError(f"{failure}: {outcome['trouble']}")
+            raise _error(failure, [outcome["trouble"]])
         return outcome["value"]
 
     def _commit(self, step: int, staging: Path, everybody: list[dict[str, Any]], values: dict[str, Any]) -> int:
         try:
-            troubles = [f"rank {r}: {t['trouble']}" for r, t in enumerate(everybody) if t["trouble"]]
+            troubles = numbered([t["trouble"] for t in everybody])
             if troubles:
-                raise CheckpointError("; ".join(troubles))
+                raise _error("", troubles)
             names = [index.rank_file(r) for r in range(len(everybody))]
             manifest = Manifest(
                 format=index.FORMAT,
@@ -125,7 +127,7 @@ class CheckpointManager:
         try:
             # Without reading all bytes again: that would take as long as a restore, at every save.
             offline.prune(self._root, self._keep, good=offline.looks_whole)
-        except OSError as e:
+        except (OSError, StorageError) as e:
             # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
             log.warning("old checkpoints in %s could not be deleted: %s", self._root, e)
 
@@ -139,10 +141,14 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: there are checkpoints and none verifies, or they are of other objects.
+            StorageError: on every rank, when any of them could not read. That is no damage, and nothing is set aside.
         """
         started = clock.monotonic()
         self._on_rank_0(self._sweep, f"{self._root}: cannot be used for checkpoints")
-        steps = self._ranks.broadcast([index.step_of(p) for p in index.folders(self._root) if index.is_committed(p)])
+        steps = self._on_rank_0(
+            lambda: [index.step_of(p) for p in index.folders(self._root) if index.is_committed(p)],
+            f"{self._root}: the checkpoints cannot be listed",
+        )
         skipped: list[dict[str, Any]] = []
         for step in reversed(steps):
             folder = index.step_folder(self._root, step)
@@ -154,14 +160,16 @@ class CheckpointManager:
                 finish = reader.load(state)
                 same_world = manifest.world_size == self._ranks.world_size
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
-            except Damaged as e:
-                trouble = e.message
+            except (Damaged, StorageError) as e:
+                trouble = _told(e)
             troubles = self._ranks.troubles(trouble)
             if not troubles:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
                 return Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
-            skipped.append({"step": step, "path": str(folder), "why": "; ".join(troubles)})
+            if any(t["of"] != "state" for t in troubles):
+                raise _error(f"{folder}: cannot be read", troubles)
+            skipped.append({"step": step, "path": str(folder), "why": "; ".join(t["why"] for t in troubles)})
         if skipped:
             listed = "\n  ".join(s["why"] for s in skipped)
             raise CheckpointError(
@@ -183,8 +191,23 @@ class CheckpointManager:
             shutil.rmtree(staging)
 
 
-def _words(e: Exception) -> str:
-    return e.message if isinstance(e, CheckpointError) else str(e)
+def _told(e: OSError | CheckpointError) -> dict[str, Any]:
+    """A failure as ranks tell it to each other: ``why``, and whether it is ``of`` the checkpoint's own content
+    ("state"), a "full" disk, or a file system that may do better next time ("storage")."""
+    if isinstance(e, OSError):
+        return {"why": str(e), "of": "full" if e.errno in FULL else "storage"}
+    if isinstance(e, StorageError):
+        return {"why": e.message, "of": "full" if e.full else "storage"}
+    return {"why": e.message, "of": "state"}
+
+
+def _error(failure: str, troubles: list[dict[str, Any]]) -> CheckpointError:
+    """One exception for the troubles of all ranks. What would not go away by itself decides."""
+    message = ": ".join(p for p in (failure, "; ".join(t["why"] for t in troubles)) if p)
+    causes = {t["of"] for t in troubles}
+    if "full" in causes:
+        return StorageError(message, full=True)
+    return StorageError(message) if "storage" in causes else CheckpointError(message)
 
 
 def _fresh_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ checkpoints/.old-step-00000500              what a save of the same step replace
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import msgspec
 import xxhash
 
 from clustertrain import fsio
+from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError
 
 FORMAT = 1
@@ -109,23 +111,31 @@ def step_of(folder: Path) -> int | None:
     return int(match[2]) if match else None
 
 
-def _by_step(root: Path, pattern: str) -> list[Path]:
-    found = [(step, p) for p in root.glob(pattern) if (step := step_of(p)) is not None]
+def _by_step(root: Path, prefix: str) -> list[Path]:
+    try:
+        # Not glob, which takes a folder that cannot be read for an empty one: a run would begin again.
+        names = patiently(lambda: [p.name for p in root.iterdir()], root)
+    except OSError:
+        return []
+    found = [(step, root / n) for n in names if n.startswith(prefix) and (step := step_of(root / n)) is not None]
     return [p for _, p in sorted(found)]
 
 
 def folders(root: Path) -> list[Path]:
     """Checkpoint folders, committed or not, oldest step first."""
-    return _by_step(root, "step-*")
+    return _by_step(root, "step-")
 
 
 def set_aside(root: Path) -> list[Path]:
     """What did not verify when the run came back."""
-    return _by_step(root, "damaged-step-*")
+    return _by_step(root, "damaged-step-")
 
 
 def is_committed(folder: Path) -> bool:
-    return (folder / COMMITTED).is_file()
+    try:
+        return stat.S_ISREG(patiently((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
+    except OSError:
+        return False
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -141,14 +151,15 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         Damaged: no marker, or index and marker do not fit each other.
+        StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
     try:
-        marker = msgspec.json.decode((folder / COMMITTED).read_bytes(), type=Marker)
-        data = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError as e:
+        marker = msgspec.json.decode(patiently((folder / COMMITTED).read_bytes, folder / COMMITTED), type=Marker)
+        data = patiently((folder / MANIFEST).read_bytes, folder / MANIFEST)
+    except OSError as e:
         raise Damaged(f"{folder}: {Path(str(e.filename)).name} is missing") from e
-    except (OSError, msgspec.MsgspecError) as e:
+    except msgspec.MsgspecError as e:
         raise Damaged(f"{folder}: cannot be read: {e}") from e
     if marker.format > FORMAT:
         raise CheckpointError(
@@ -168,10 +179,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         Damaged: names the first file that is not.
+        StorageError: that cannot be told, now at least.
     """
     for name, size in manifest.files.items():
         try:
-            found = (folder / name).stat().st_size
+            found = patiently((folder / name).stat, folder / name).st_size
         except OSError as e:
             raise Damaged(f"{folder / name}: {e.strerror or e}") from e
         if found != size:

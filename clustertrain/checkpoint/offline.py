@@ -15,16 +15,17 @@ from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.blocks import read_shard
 from clustertrain.checkpoint.manifest import Damaged, Manifest, TensorRecord
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, NotFound
 
 
 def list_checkpoints(root: Path, *, verify: bool = False) -> list[dict[str, Any]]:
     """All checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
 
-    ``verified`` is true when every byte was read (``verify``) and its checksum fits, false when anything is known to
-    be damaged: then ``damage`` tells what. It is null where that was not looked at: without ``verify`` only the index
-    and the sizes of the files are, and of one that was never committed nothing. What the index cannot tell because it
-    is damaged is null.
+    ``verified`` is true when every byte was read (``verify``) and its checksum fits, and false when something is known
+    to be damaged: ``damage`` tells what. Otherwise it is null: without ``verify`` only the index and the sizes of the
+    files are looked at, of one that was never committed nothing, and where the file system would not read,
+    ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
     return [_describe(folder, verify) for folder in index.folders(root)]
 
@@ -49,6 +50,8 @@ def _describe(folder: Path, verify: bool) -> dict[str, Any]:
         if verify:
             _verify_data(folder, manifest)
             row["verified"] = True
+    except StorageError as e:
+        row.update(verified=None, unreadable=e.message)
     except CheckpointError as e:
         row.update(verified=False, damage=e.message)
     return row
@@ -123,6 +126,8 @@ def looks_whole(folder: Path) -> bool:
     """Marker, index and file sizes fit. Reads no data, so a flipped byte is not seen."""
     try:
         index.check_sizes(folder, index.read_manifest(folder))
+    except StorageError:
+        raise  # it may well be whole: no ground to delete anything
     except CheckpointError:
         return False
     return True
@@ -132,6 +137,8 @@ def verifies(folder: Path) -> bool:
     """Every byte is as it was written."""
     try:
         verify(folder)
+    except StorageError:
+        raise
     except CheckpointError:
         return False
     return True

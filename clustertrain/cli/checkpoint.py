@@ -9,6 +9,7 @@ import click
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound
 
@@ -67,6 +68,8 @@ def _size(n: float) -> str:
 def _state(row: dict[str, Any]) -> str:
     if not row["committed"]:
         return "not committed"
+    if "unreadable" in row:
+        return f"UNREADABLE: {row['unreadable']}"
     if row["verified"] is None:
         return "committed"
     return "verified" if row["verified"] else f"DAMAGED: {row['damage']}"
@@ -87,6 +90,8 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
         damage = None
         try:
             offline.verify(folder)
+        except StorageError:
+            raise  # not known to be damaged
         except CheckpointError as e:
             damage = e.message
         rows.append({"step": index.step_of(folder), "path": str(folder), "verified": damage is None, "damage": damage})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import traceback
@@ -14,25 +13,28 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio, settings
+from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
 
 Ending = Literal["completed", "stopped", "failed"]
-Kind = Literal["user_error", "communication", "out_of_memory", "environment", "device"]
+Kind = Literal["user_error", "communication", "out_of_memory", "environment", "device", "storage"]
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
 _COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "timed out waiting")
-_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 _MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What sort of failure it is, for the decision about a requeue: after ``environment`` (a recipe, machine, disk or
-    set of checkpoints that is not fit) a requeue would fail the same way, so the exit code is 78."""
+    """What sort of failure it is, for the decision about a requeue: after ``environment`` (a recipe, machine or set
+    of checkpoints that is not fit, a disk that is full) a requeue would fail the same way, so the exit code is 78.
+    After ``storage`` (a file system that did not answer) it need not."""
     words = str(error).lower()
+    if isinstance(error, StorageError):
+        return "environment" if error.full else "storage"
     if isinstance(error, (ConfigError, CheckpointError)):
         return "environment"
-    if isinstance(error, OSError) and error.errno in _STORAGE:
-        return "environment"
+    if isinstance(error, OSError) and error.errno in FULL | PASSING:
+        return "environment" if error.errno in FULL else "storage"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out_of_memory"
     if isinstance(error, dist.DistError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -109,31 +109,35 @@ def count_changes() -> None:
         guard(os, name)
 
 
-def small_files_from(step: int) -> None:
-    """Setup: from the save of ``step`` on rank 1 cannot write a file of more than 8 KiB."""
+def no_writes_from(step: int, number: int) -> None:
+    """Setup: from the save of ``step`` on rank 1 fails to write, with errno ``number``."""
+    from clustertrain.checkpoint import writer
     from clustertrain.checkpoint.manager import CheckpointManager
 
     if os.environ["RANK"] != "1":
         return
     save = CheckpointManager.save
 
+    def refuse(fd: int, data: memoryview) -> None:
+        raise OSError(number, os.strerror(number))
+
     def limited_save(self: CheckpointManager, at: int, *args: Any) -> Any:
         if at == step:
-            # Python ignores SIGXFSZ, so that write() fails as it does on a full disk.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+            writer._write_all = refuse
         return save(self, at, *args)
 
     CheckpointManager.save = limited_save  # type: ignore[method-assign]
 
 
-def test_a_full_disk_on_one_rank_fails_on_all_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code", "kind"), [(errno.ENOSPC, 78, "environment"), (errno.EIO, 1, "storage")])
+def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path, number: int, code: int, kind: str) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, steps=8, every=4)
-    ranks = Ranks(run, 3, 1, setup=small_files_from, args=(8,)).expect(78)
+    ranks = Ranks(run, 3, 1, setup=no_writes_from, args=(8, number)).expect(code)
     for result in ranks.results():
         assert result["ending"] == "failed"
-        assert result["kind"] == "environment"
+        assert result["kind"] == kind
         assert result["committed_step"] == 4
-        assert result["error"]["type"] == "CheckpointError"
+        assert result["error"]["type"] == "StorageError"
         assert "step 8 was not saved: rank 1" in result["error"]["message"]
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000004"]
     offline.verify(offline.find(run.checkpoints))
@@ -160,6 +164,29 @@ def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path, h
     assert "rank-2.bin" in restored["skipped"][0]["why"]
     assert digest(run) == whole
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
+
+
+def no_reads(number: int) -> None:
+    """Setup: rank 1 fails to read shards, with errno ``number``."""
+    from clustertrain.checkpoint import storage
+
+    storage.PATIENCE_S = 0.2
+    if os.environ["RANK"] == "1":
+
+        def refuse(*args: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+        os.preadv = refuse
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_stays_in_force(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "fsdp", 2)
+    Ranks(run, 2, 1).expect(0)
+    second = Ranks(run, 2, 2, setup=no_reads, args=(errno.ESTALE,)).expect(1)
+    assert [(r["ending"], r["kind"]) for r in second.results()] == [("failed", "storage")] * 2
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
+    third = Ranks(run, 2, 3).expect(0)
+    assert [(e["step"], e["skipped"]) for e in third.events("restored")] == [(8, [])]
 
 
 def raise_at(step: int, rank: int, kind: str) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, writer
+from clustertrain.checkpoint import offline, storage, writer
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, NotFound
 
 
@@ -227,6 +228,69 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
     manager.save(6, make_state())
     offline.verify(index.step_folder(root, 6))
+
+
+def failing(original: Any, number: int, times: int) -> Any:
+    """``original`` after it has failed ``times`` times."""
+    left = [times]
+
+    def call(*args: Any, **kw: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return original(*args, **kw)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(os, "preadv"), (Path, "iterdir"), (Path, "read_bytes"), (Path, "stat")], ids=str
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_system_that_does_not_answer_is_no_damage(
+    manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch, target: Any, name: str, number: int
+) -> None:
+    manager.save(3, make_state())
+    manager.save(6, make_state())
+    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(manager, "_sweep", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, failing(getattr(target, name), number, 10**6))
+        with pytest.raises(StorageError, match=os.strerror(number)) as e:
+            manager.restore(make_state())
+        assert not e.value.full
+    assert index.set_aside(root) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, failing(getattr(target, name), number, 2))
+        restored = manager.restore(make_state())
+    assert restored is not None
+    assert (restored.step, restored.skipped) == (6, [])
+
+
+@pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EIO, False), (errno.ESTALE, False)])
+def test_a_failed_save_tells_whether_it_would_fail_again(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
+) -> None:
+    monkeypatch.setattr(writer, "_write_all", failing(writer._write_all, number, 1))
+    with pytest.raises(StorageError, match="step 6 was not saved") as e:
+        manager.save(6, make_state())
+    assert e.value.full is full
+
+
+def test_an_unreadable_checkpoint_is_listed_as_such_and_no_ground_to_prune(
+    manager: CheckpointManager, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (3, 6):
+        manager.save(step, make_state())
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EIO, 10**6))
+    row = offline.list_checkpoints(root, verify=True)[1]
+    assert (row["verified"], "damage" in row) == (None, False)
+    assert "rank-0.bin" in row["unreadable"]
+    with pytest.raises(StorageError):
+        offline.prune(root, 1)
+    assert len(index.folders(root)) == 2
 
 
 class Killed(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.run.folder import RunDir
 from clustertrain.train import context, seeds
@@ -63,6 +65,12 @@ def test_alone_the_flag_is_the_agreement() -> None:
         (ValueError("x"), "user_error"),
         (FileNotFoundError("x"), "user_error"),
         (OSError(28, "No space left on device"), "environment"),
+        (OSError(errno.EDQUOT, "x"), "environment"),
+        (OSError(errno.EROFS, "x"), "environment"),
+        (OSError(errno.EIO, "x"), "storage"),
+        (OSError(errno.ESTALE, "x"), "storage"),
+        (StorageError("x"), "storage"),
+        (StorageError("x", full=True), "environment"),
         (EnvironmentNotFit("x"), "environment"),
         (ConfigError("x"), "environment"),
         (CheckpointError("x"), "environment"),

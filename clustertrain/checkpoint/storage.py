@@ -1,0 +1,55 @@
+"""When the file system fails: for a moment, for good, or because what was asked for is not there."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TypeVar
+
+from clustertrain import clock
+from clustertrain.errors import CheckpointError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # until somebody makes room
+PASSING = frozenset(
+    {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN}
+)  # a server's bad minute
+PATIENCE_S = 2.0
+PAUSE_S = 0.5
+
+T = TypeVar("T")
+
+
+class StorageError(CheckpointError):
+    """The file system refused to read or write. With ``full`` it would refuse again, otherwise perhaps not. It says
+    nothing about the bytes that are there."""
+
+    def __init__(self, message: str, *, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
+
+
+def patiently(act: Callable[[], T], what: object) -> T:
+    """What ``act`` returns, tried again for a moment while the file system fails in a way that may pass.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: it is not there.
+        StorageError: any other failure of the file system; it names ``what``.
+    """
+    done: list[T] = []
+    trouble: list[OSError] = []
+
+    def attempt() -> bool:
+        try:
+            done.append(act())
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as e:
+            trouble[:] = [e]
+            return e.errno not in PASSING
+        return True
+
+    clock.wait_until(attempt, PATIENCE_S, PAUSE_S)
+    if done:
+        return done[0]
+    e = trouble[0]
+    raise StorageError(f"{what}: {e.strerror or e}", full=e.errno in FULL) from e
