@@ -77,47 +77,35 @@ def preempt(cluster: Any, run: Run) -> None:
     assert str(job.stdout).strip().isdigit()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("layout", "times"), [("ddp", 1), ("fsdp", 2)])
 def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
-    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str], layout: str
+    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str], layout: str, times: int
 ) -> None:
     run = submitted(*ALL, "--layout", layout, str(recipe))
-    run.wait_for_step(10)
-    preempt(cluster, run)
+    for attempt in range(1, times + 1):
+        run.wait_for_step(15 * attempt, attempt)
+        preempt(cluster, run)
     status = run.complete()
-    assert run.endings() == ["preempted", "completed"]
+    assert run.endings() == ["preempted"] * times + ["completed"]
     assert runs.resumed_where_they_stopped(status)
     assert run.digest() == reference(*ALL, "--layout", layout)
-    _accounting_agrees(cluster, run)
-    _every_gpu_is_there(run)
+    _accounting_agrees(cluster, run, times)
+    _every_gpu_is_there(run, times + 1)
 
 
-def _accounting_agrees(cluster: Any, run: Run) -> None:
+def _accounting_agrees(cluster: Any, run: Run, times: int) -> None:
     """One row of `sacct -D` for each attempt. Ours requeue themselves, so Slurm calls a preempted start REQUEUED."""
     rows = cluster.run("sacct", "-D", "-X", "-n", "-P", "-j", run.job_id, "-o", "State").stdout.split()
-    assert rows == ["REQUEUED", "COMPLETED"]
+    assert rows == ["REQUEUED"] * times + ["COMPLETED"]
 
 
-def _every_gpu_is_there(run: Run) -> None:
+def _every_gpu_is_there(run: Run, attempts: int) -> None:
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
     found = [(g["node"], g["index"]) for g in report["gpus"]]
     assert sorted(found) == [(f"node0{n}", i) for n in (1, 2, 3, 4) for i in (0, 1)]
     assert len({g["uuid"] for g in report["gpus"]}) == 8
-    assert len(report["attempts"]) == 2
+    assert len(report["attempts"]) == attempts
     assert all(g["utilization"]["mean"] is not None for g in report["gpus"])
-
-
-def test_two_preemptions_in_a_row(
-    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str]
-) -> None:
-    run = submitted(*HALF, "--layout", "fsdp", str(recipe))
-    for attempt in (1, 2):
-        run.wait_for_step(15 * attempt, attempt)
-        preempt(cluster, run)
-    status = run.complete()
-    assert run.endings() == ["preempted", "preempted", "completed"]
-    assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == reference(*HALF, "--layout", "fsdp")
 
 
 def test_the_users_signal_at_preemption_counts_as_the_warning(
