@@ -176,6 +176,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
     """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
     from clustertrain.launch.backend import Submission
     from clustertrain.launch.look import backend_of, look
+    from clustertrain.run.attempts import carried_options
 
     run = find_run(name)
     seen = look(run)
@@ -197,7 +198,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         if run.cancelled.exists():
             run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
         _say(run, "continued")
-        job_id = backend_of(run).submit(Submission(run=run, options=given))
+        job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
         _say(run, "continued", job_id=job_id, options=given)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})

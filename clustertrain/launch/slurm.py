@@ -54,8 +54,11 @@ class SlurmBackend(Backend):
         run = submission.run
         options = [f"--chdir={run.path}"]
         options += [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]
+        text = run.script.read_text()
         environ = settings.without_allocation(os.environ if submission.environ is None else submission.environ)
-        return submitit_adapter.sbatch(run.script.read_text(), options, run.path, environ)
+        # sbatch believes its environment more than the script, but what the user typed stands in the script.
+        environ = {k: v for k, v in environ.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
+        return submitit_adapter.sbatch(text, options, run.path, environ)
 
     def advice(self, partition: str) -> list[str]:
         # An answer that does not come or does not read is no reason against a submission.

@@ -170,3 +170,18 @@ def test_slurm_is_available_where_sbatch_answers(
     fake_slurm.answers("sbatch", stdout="")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert SlurmBackend().available() is None
+
+
+def test_what_the_user_typed_beats_sbatchs_environment(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "default")
+    monkeypatch.setenv("SBATCH_PARTITION", "default")
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.script.write_text("#!/bin/bash\n#SBATCH --account=typed\ntrue\n")
+    SlurmBackend().submit(Submission(run))
+    environ = fake_slurm.calls("sbatch")[-1].env
+    assert "SBATCH_ACCOUNT" not in environ
+    assert environ["SBATCH_PARTITION"] == "default"
