@@ -37,7 +37,7 @@ LOOK_S = 1.0
 ASK_SCHEDULER_S = 60.0  # how often the end time is read again: an administrator may have moved it
 AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
 AFTER_ABORT_S = 20.0
-AGENTS_S = 180.0  # for every node's agent to say that it has started
+AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
 LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 

@@ -25,7 +25,7 @@ from clustertrain.run.folder import AttemptDir, RunDir, open_run
 from clustertrain.telemetry.sampler import Sampler
 
 POLL_S = 0.1
-RENDEZVOUS_TIMEOUT_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
 # A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
 # exit barrier for nodes that may be gone.
 AFTER_FAILURE_S = 10.0
