@@ -126,7 +126,7 @@ folder = pathlib.Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
 
 with ct.session() as session:
     state = {"n": torch.zeros(())}
-    data = iter(DataLoader(TensorDataset(torch.zeros(100_000_000, 1)), batch_size=1, num_workers=1))
+    data = iter(DataLoader(TensorDataset(torch.zeros(100_000, 1)), batch_size=1, num_workers=1))
     for step in session.steps(100_000_000, state, checkpoint_every=2):
         next(data)
         if step == 3:
@@ -153,7 +153,10 @@ def test_a_data_worker_of_the_scripts_own_that_the_stop_kills_is_no_failure(
         clock.wait_until(lambda: False, 0.5)
         ranks.tell_to_stop()
     ranks.expect(code)
-    assert [(r["ending"], r["committed_step"], r["kind"]) for r in ranks.results()] == [(ending, 2, kind)]
+    (result,) = ranks.results()
+    assert (result["ending"], result["kind"]) == (ending, kind)
+    # What the worker had fetched ahead may have been enough for two more steps and their save.
+    assert result["committed_step"] in (2, 4)
 
 
 def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(tmp_path: Path) -> None:
