@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.launch.backend import PENDING, RUNNING, JobView
+from clustertrain.launch.backend import PENDING, RUNNING, JobView, Submission
 from clustertrain.launch.slurm import SlurmBackend, work_dir
+from clustertrain.run.folder import RunDir
 
 pytestmark = pytest.mark.slurm
 TIMEOUT_S = 120.0
@@ -167,7 +168,9 @@ def test_what_the_backend_says_of_a_job_over_its_life(site: Site) -> None:
 
     backend.requeue(job_id)
     assert view_of(job_id, RUNNING, restarts=1).alive
-    backend.forbid_requeue(job_id)
+    fresh = backend.restart(job_id, Submission(RunDir(run), options={"hold": ""}))
+    assert view_of(fresh, PENDING).reason == "JobHeldUser"
+    backend.cancel(fresh)
     backend.cancel(job_id)
     assert clock.wait_until(lambda: not backend.views([job_id])[job_id].alive, TIMEOUT_S)
     backend.cancel(job_id)  # once more is no error
