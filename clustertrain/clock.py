@@ -14,6 +14,10 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.1) -> bool:
     """Poll ``condition`` until it is true or ``timeout_s`` has passed; returns its last value."""
     deadline = monotonic() + timeout_s

@@ -105,6 +105,6 @@ def _follow(run: RunDir) -> int:
             if seen.final:
                 bar.update(task, description=seen.state)
                 break
-            clock.wait_until(lambda: False, POLL_S, POLL_S)
+            clock.sleep(POLL_S)
     out.print(f"{run.id}: {seen.state}", highlight=False)
     return 0 if seen.state == "completed" else 1

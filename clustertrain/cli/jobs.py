@@ -122,7 +122,7 @@ def wait_for(run: RunDir) -> int:
             if seen.final:
                 click.echo(f"{run.id}: {seen.state}", err=True)
                 return 0 if seen.state == "completed" else 1
-            clock.wait_until(lambda: False, poll, poll)
+            clock.sleep(poll)
             poll = min(poll * 1.5, POLL_MOST_S)
     except KeyboardInterrupt:
         click.echo(f"{run.id} goes on; `clustertrain cancel {run.id}` would end it", err=True)

@@ -89,7 +89,7 @@ def _chunks(
         if clock.monotonic() >= next_ask:
             next_ask = clock.monotonic() + ASK_S
             ended = _ended(run)
-        clock.wait_until(lambda: False, POLL_S, POLL_S)
+        clock.sleep(POLL_S)
 
 
 def _new(path: Path, read: dict[Path, int]) -> Iterator[bytes]:
