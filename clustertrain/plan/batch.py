@@ -23,6 +23,23 @@ def default_global_batch(unit: int) -> int:
     return -(-DEFAULT_GLOBAL_BATCH // unit) * unit
 
 
+def share_of(global_batch: int, data_parallel: int, rank: int) -> tuple[int, int]:
+    """(first, count) of the samples of one data-parallel rank in each global batch. Where it does not divide, the first
+    ranks take one more.
+
+    Raises:
+        ConfigError: there are fewer samples than ranks.
+    """
+    if global_batch < data_parallel:
+        raise ConfigError(
+            f"train.global_batch = {global_batch} is less than one sample for each of {data_parallel} data-parallel "
+            "ranks",
+            fix=f"use a global batch of at least {data_parallel}, or fewer ranks",
+        )
+    even, more = divmod(global_batch, data_parallel)
+    return rank * even + min(rank, more), even + (rank < more)
+
+
 def per_rank(global_batch: int, data_parallel: int) -> int:
     """Sequences of one rank and step. Raises ConfigError when the global batch does not divide."""
     if global_batch % data_parallel:
@@ -33,6 +50,20 @@ def per_rank(global_batch: int, data_parallel: int) -> int:
             f"or a number of ranks that divides {global_batch}",
         )
     return global_batch // data_parallel
+
+
+def check_divides(global_batch: int, data_parallel: int, micro_batch: int | None = None) -> None:
+    """Raises ConfigError with the arithmetic when the global batch does not divide over ranks and micro-batches."""
+    share = per_rank(global_batch, data_parallel)
+    if micro_batch and share % micro_batch:
+        unit = micro_batch * data_parallel
+        raise ConfigError(
+            f"train.global_batch = {global_batch} does not divide into micro-batches of {micro_batch} on "
+            f"{data_parallel} data-parallel ranks: {global_batch} / ({micro_batch} x {data_parallel}) = "
+            f"{global_batch / unit:g}",
+            fix=f"use a global batch of {_nearest(global_batch, unit)}, a micro_batch that divides {share}, "
+            "or micro_batch = 0 (the plan chooses)",
+        )
 
 
 def split(
@@ -46,16 +77,8 @@ def split(
     Raises:
         ConfigError: the numbers do not divide; shows the arithmetic and the nearest values that do.
     """
-    share = per_rank(global_batch, data_parallel)
-    if micro_batch and share % micro_batch:
-        unit = micro_batch * data_parallel
-        raise ConfigError(
-            f"train.global_batch = {global_batch} does not divide into micro-batches of {micro_batch} on "
-            f"{data_parallel} data-parallel ranks: {global_batch} / ({micro_batch} x {data_parallel}) = "
-            f"{global_batch / unit:g}",
-            fix=f"use a global batch of {_nearest(global_batch, unit)}, a micro_batch that divides {share}, "
-            "or micro_batch = 0 (the plan chooses)",
-        )
+    check_divides(global_batch, data_parallel, micro_batch)
+    share = global_batch // data_parallel
     micro = micro_batch or next((m for m in divisors(share) if fits(m)), 1)
     return Batch(
         micro_batch=micro,

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-Strategy = Literal["single", "ddp", "fsdp"]
+from clustertrain.errors import ConfigError
+
+Strategy = Literal["single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
+SHARDED = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands, outermost dimension first. Neighbouring ranks share a node, so what communicates most is
+    innermost."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Degrees of parallelism; their product is the world size.
+    """Degrees of parallelism; their product is the world size. The keys are those of ``plan --json``.
 
-    ``ddp`` replicates over ``dp_replicate`` ranks, ``fsdp`` shards parameters, gradients and optimizer state over
-    ``dp_shard`` ranks. The keys are those of ``plan --json``; what the trainer cannot do yet stays neutral.
+    ``strategy`` says what the data-parallel ranks do: ``ddp`` replicates, ``zero1`` replicates and splits the optimizer
+    state, ``fsdp`` shards parameters, gradients and optimizer state (ZeRO-3), ``fsdp-grad-op`` keeps the parameters
+    gathered between forward and backward (ZeRO-2), ``hybrid-shard`` shards over ``dp_shard`` ranks and replicates over
+    ``dp_replicate`` such groups. ``single``: there is one data-parallel rank.
     """
 
     strategy: Strategy = "single"
@@ -36,14 +52,117 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.dp_replicate * self.dp_shard
 
     @property
+    def gradient_ranks(self) -> int:
+        """Over how many ranks a gradient is averaged: those of one sequence's parts count too."""
+        return self.data_parallel * self.cp
+
+    @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
+    @property
+    def model_parallel(self) -> bool:
+        """Whether a rank does less than the whole forward pass of its samples."""
+        return self.tp * self.cp * self.pp > 1
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether ``fully_shard`` handles the data-parallel ranks; plain replicas of whole models are DDP's."""
+        return self.gradient_ranks > 1 and (self.sharded or self.model_parallel)
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy in SHARDED
+
+    def coordinates(self, rank: int) -> Coordinates:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        rest, dp_shard = divmod(rest, self.dp_shard)
+        pp, dp_replicate = divmod(rest, self.dp_replicate)
+        return Coordinates(pp, dp_replicate, dp_shard, cp, tp)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch ``rank`` works on, 0 to ``data_parallel`` - 1."""
+        at = self.coordinates(rank)
+        return at.dp_replicate * self.dp_shard + at.dp_shard
+
+    def words(self) -> str:
+        """For people: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
+        strategy: str = self.strategy
+        if self.strategy == "hybrid-shard":
+            strategy += f" {self.dp_replicate} x {self.dp_shard}"
+        elif self.model_parallel and self.data_parallel > 1:
+            strategy += f" {self.data_parallel}"
+        parts = [] if self.model_parallel and self.strategy == "single" else [strategy]
+        if self.tp > 1:
+            parts.append(f"tp {self.tp}" + (" + sp" if self.sequence_parallel else ""))
+        if self.cp > 1:
+            parts.append(f"cp {self.cp}")
+        if self.pp > 1:
+            parts.append(f"pp {self.pp} ({self.schedule})")
+        return ", ".join(parts)
+
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """global_batch = micro_batch x grad_accum x data_parallel, in sequences."""
+    """global_batch = micro_batch x grad_accum x data_parallel, in sequences; where that does not divide, the last
+    micro-batches are smaller. ``grad_accum`` is a pipeline's number of micro-batches."""
 
     micro_batch: int = 1
     grad_accum: int = 1
     global_batch: int = 1
     tokens_per_step: int = 0
+
+
+def data_degrees(
+    strategy: Strategy, world: int, gpus_per_node: int, *, tp: int, cp: int, pp: int, dp_replicate: int, dp_shard: int
+) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of ``world`` ranks under ``strategy``; a given degree of 0 is derived.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world size, or the strategy has no use for one of them.
+    """
+    model = tp * cp * pp
+    product = f"tp {tp} x cp {cp} x pp {pp} = {model}"
+    if world % model:
+        raise ConfigError(
+            f"{product} does not divide the {world} ranks: {world} / {model} = {world / model:g}",
+            fix="choose degrees whose product divides the world size, or other --nodes and --gpus",
+        )
+    data = world // model
+    if strategy in ("single", "ddp", "zero1"):
+        replicate, shard = dp_replicate or data, dp_shard or 1
+    elif strategy == "hybrid-shard":
+        in_node = max(1, gpus_per_node // (tp * cp))
+        shard = dp_shard or (data // dp_replicate if dp_replicate else min(data, in_node))
+        replicate = dp_replicate or data // max(1, shard)
+    else:
+        replicate, shard = dp_replicate or 1, dp_shard or data // max(1, dp_replicate or 1)
+    if replicate * shard != data:
+        raise ConfigError(
+            f"dp_replicate {replicate} x dp_shard {shard} x {product} makes {replicate * shard * model} ranks, and "
+            f"there are {world}",
+            fix=f"dp_replicate x dp_shard must be {world} / {model} = {data}",
+        )
+    _check_use(strategy, replicate, shard, world, gpus_per_node)
+    return replicate, shard
+
+
+def _check_use(strategy: Strategy, replicate: int, shard: int, world: int, gpus_per_node: int) -> None:
+    if strategy in ("ddp", "zero1") and shard > 1:
+        raise ConfigError(f"{strategy} shards no parameters, dp_shard is {shard}", fix="use --layout hybrid-shard")
+    if strategy in ("fsdp", "fsdp-grad-op") and replicate > 1:
+        raise ConfigError(
+            f"{strategy} shards over all data-parallel ranks, dp_replicate is {replicate}",
+            fix="use --layout hybrid-shard",
+        )
+    if strategy == "hybrid-shard" and (replicate == 1 or shard == 1):
+        if world <= gpus_per_node:
+            raise ConfigError(
+                f"hybrid-shard shards inside a node and replicates across nodes: one node of {gpus_per_node} has "
+                "nothing to replicate across",
+                fix="use --layout fsdp, more --nodes, or --dp-replicate and --dp-shard",
+            )
+        raise ConfigError(
+            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {'fsdp' if replicate == 1 else 'ddp'}",
+            fix=f"use --layout {'fsdp' if replicate == 1 else 'ddp'}, or two degrees above 1",
+        )

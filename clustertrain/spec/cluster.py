@@ -11,7 +11,7 @@ import msgspec
 from clustertrain import settings
 from clustertrain.errors import ConfigError
 from clustertrain.spec.job import Device
-from clustertrain.spec.recipe import positive
+from clustertrain.spec.ranges import positive
 from clustertrain.spec.strict import build, nearest, read_toml
 
 

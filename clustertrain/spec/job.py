@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.recipe import Recipe, positive
+from clustertrain.spec.ranges import positive
+from clustertrain.spec.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
-LayoutName = Literal["auto", "ddp", "fsdp"]
+LayoutName = Literal["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
 Device = Literal["auto", "cuda", "cpu"]
 
 
@@ -20,6 +21,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nodes: int = 1
     gpus: int = 1
     layout: LayoutName = "auto"
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp_replicate: int = 0  # 0: from the other degrees
+    dp_shard: int = 0
     backend: BackendName = "auto"
     cluster: str = ""
     device: Device = "auto"
@@ -42,7 +48,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         positive("nodes", self.nodes)
-        positive("gpus", self.gpus)
+        for name in ("gpus", "tp", "cp", "pp"):
+            positive(name, getattr(self, name))
+        if self.dp_replicate < 0 or self.dp_shard < 0:
+            raise ValueError("dp_replicate and dp_shard must be 0 (derived) or more")
         if self.max_requeues < 0:
             raise ValueError(f"max_requeues = {self.max_requeues}: must be 0 or more")
         if self.cpus_per_gpu < 0:

@@ -9,17 +9,10 @@ from typing import Literal
 
 import msgspec
 
-Precision = Literal["auto", "fp32", "bf16"]
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.ranges import positive, within
 
-
-def positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"{name} = {value}: must be greater than 0")
-
-
-def within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} = {value}: must lie between {low:g} and {high:g}")
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -115,7 +108,7 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     global_batch: int = 0  # sequences an optimizer step, whatever the number of ranks; 0: chosen by the plan
     micro_batch: int = 0  # sequences a rank and forward pass; 0: chosen by the plan
     seed: int = 1
-    precision: Precision = "auto"  # auto: bf16 on GPUs, fp32 on CPU
+    precision: Precision = "auto"  # auto: bf16 on GPUs, fp32 on CPU; weights and optimizer state are always fp32
     log_every: int = 10
 
     def __post_init__(self) -> None:
@@ -153,6 +146,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     data: DataSpec = DataSpec()
     optim: OptimSpec = OptimSpec()
     schedule: ScheduleSpec = ScheduleSpec()
+    parallel: ParallelSpec = ParallelSpec()
     train: TrainSpec = TrainSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     rehearsal: RehearsalSpec = RehearsalSpec()

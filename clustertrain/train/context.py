@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -15,6 +16,8 @@ from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import Precision
 from clustertrain.spec.strict import build
 
 
@@ -29,12 +32,21 @@ class RankContext:
     launched: bool  # by torchrun: there is a rendezvous to join
     device: torch.device
     layout: Layout
-    precision: str  # fp32 or bf16
+    precision: Precision  # never auto
     run: RunDir | None
     attempt: AttemptDir | None
     rank_dir: Path | None
     spec: RunSpec | None
     batch: Batch | None
+
+    @property
+    def parallel(self) -> ParallelSpec:
+        return self.spec.recipe.parallel if self.spec else ParallelSpec()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank works on."""
+        return self.layout.data_rank(self.rank)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -68,7 +80,7 @@ def _device(asked: str | None, environ: Mapping[str, str], local_rank: int) -> t
     return torch.device("cuda", local_rank)
 
 
-def read_plan(run: RunDir) -> tuple[Layout, Batch, str]:
+def read_plan(run: RunDir) -> tuple[Layout, Batch, Precision]:
     """Layout, batch and precision from plan.json.
 
     Raises:
@@ -79,9 +91,10 @@ def read_plan(run: RunDir) -> tuple[Layout, Batch, str]:
         raise ConfigError(f"{run.plan}: missing or without a layout", fix="submit the run again")
     layout = build(value["layout"], Layout, f"{run.plan}: layout")
     batch = build(value.get("batch") or {}, Batch, f"{run.plan}: batch")
-    precision = value.get("precision") or "fp32"
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(f"{run.plan}: precision {precision!r}: must be fp32 or bf16")
+    precision: Precision = value.get("precision") or "fp32"
+    known = [p for p in get_args(Precision) if p != "auto"]
+    if precision not in known:
+        raise ConfigError(f"{run.plan}: precision {precision!r}: must be one of {', '.join(known)}")
     return layout, batch, precision
 
 
@@ -94,6 +107,7 @@ def of_environment(*, device: str | None = None, environ: Mapping[str, str] = os
     run = RunDir(Path(folder)) if folder else None
     attempt = run.attempt(_number(environ, settings.ATTEMPT, 1)) if run else None
     batch: Batch | None = None
+    precision: Precision = "fp32"
     if run is not None:
         layout, batch, precision = read_plan(run)
         if layout.world_size != world_size:
@@ -102,7 +116,6 @@ def of_environment(*, device: str | None = None, environ: Mapping[str, str] = os
                 fix="start as many ranks as plan.json says, or submit again for this allocation",
             )
     else:
-        precision = "fp32"
         layout = Layout(strategy="ddp" if world_size > 1 else "single", dp_replicate=world_size)
     return RankContext(
         rank=rank,

@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from clustertrain import clock
 from clustertrain.errors import CheckpointError, ConfigError
-from clustertrain.plan.batch import per_rank
+from clustertrain.plan import batch as batches
 from clustertrain.train import order
 from clustertrain.train.seeds import derive
 from clustertrain.train.stop import SIGNALS
+
+_NOBODYS = -1  # the place of a sample that fills a micro-batch and counts for nothing
 
 
 class MapStyle(Protocol):
@@ -64,8 +66,12 @@ class _Positions(Sampler[list[tuple[int, int]]]):
 class Loader:
     """An endless iterator over this rank's part of each global batch, one item an optimizer step.
 
-    An item is a collated batch on the session's device, or with ``micro_batch`` a list of them. ``position`` counts the
-    samples that all ranks together have consumed; it is all the state there is.
+    An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
+    ranks. ``position`` counts the samples that all ranks together have consumed; it is all the state there is.
+
+    ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
+    int64 tensor a micro-batch. Where the global batch does not divide, micro-batches differ in size, and a rank that
+    has run out of samples gets one that is not its own, with place -1: it counts for nothing.
     """
 
     def __init__(
@@ -79,35 +85,38 @@ class Loader:
         rank: int,
         ranks: int,
         device: torch.device,
+        ragged: bool = False,
     ) -> None:
-        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide."""
+        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide and it may
+        not be ``ragged``; in any case for fewer samples a step than ranks."""
         if len(dataset) < 1:
             raise ConfigError("the data set is empty")
         self.global_batch = global_batch
         self.position = 0
         self.wait_s = 0.0  # spent waiting for data since the session last asked
         self._dataset = dataset
-        self._share = per_rank(global_batch, ranks)
-        self._micro = micro_batch or self._share
+        if not ragged:
+            batches.check_divides(global_batch, ranks, micro_batch)
+        self._first, self._share = batches.share_of(global_batch, ranks, rank)
+        largest = batches.share_of(global_batch, ranks, 0)[1]
+        self._micro = micro_batch or largest
+        self._rounds = -(-largest // self._micro)
         self._as_list = micro_batch is not None
-        if self._share % self._micro:
-            raise ConfigError(
-                f"{self._share} samples a rank do not divide into micro-batches of {self._micro}",
-                fix=f"use a micro_batch that divides {self._share}",
-            )
+        self.latest: Any = None
+        self.places: list[torch.Tensor] = []
         self._workers = workers
         self._seed = seed
-        self._rank = rank
         self._device = device
         self._iterator: Iterator[Any] | None = None
         self._closing: Any = None
 
     def micro_batches_at(self, position: int) -> list[list[tuple[int, int]]]:
         """This rank's (sample, position) pairs of the global batch that starts at ``position``, by micro-batch."""
-        first = position + self._rank * self._share
+        first = position + self._first
         found = order.samples(self._seed, len(self._dataset), first, self._share)
         pairs = [(s, first + i) for i, s in enumerate(found)]
-        return [pairs[i : i + self._micro] for i in range(0, self._share, self._micro)]
+        parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
+        return [part or [(0, _NOBODYS)] for part in parts]
 
     def __iter__(self) -> Loader:
         return self
@@ -116,10 +125,12 @@ class Loader:
         started = clock.monotonic()
         if self._iterator is None:
             self._iterator = self._start()
-        parts = [self._to_device(next(self._iterator)) for _ in range(self._share // self._micro)]
+        parts = [self._to_device(next(self._iterator)) for _ in range(self._rounds)]
+        self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position += self.global_batch
         self.wait_s += clock.monotonic() - started
-        return parts if self._as_list else parts[0]
+        self.latest = parts if self._as_list else parts[0]
+        return self.latest
 
     def _start(self) -> Iterator[Any]:
         numbered = _Numbered(self._dataset, self._seed)

@@ -13,6 +13,13 @@ from clustertrain.train.session import session
 from clustertrain.train.text import ByteText
 
 
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Cross-entropy in fp32, summed over the tokens, and how many they are. ``logits`` (batch, length, vocab_size),
+    ``targets`` (batch, length)."""
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return loss, targets.numel()
+
+
 def train(recipe: Recipe, batch: Batch) -> None:
     """Train to ``recipe.train.steps``. ``batch`` is the plan's split of the global batch."""
     total = recipe.train.steps
@@ -21,15 +28,16 @@ def train(recipe: Recipe, batch: Batch) -> None:
         with torch.device("meta"):
             model: torch.nn.Module = Decoder(recipe.model)
         model = s.parallelize(model)
-        optimizer = optim.adamw(model, recipe.optim, s.device)
+        groups = optim.decay_groups(model, recipe.optim.weight_decay)
+        optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, s.device))
         data = s.loader(
             ByteText(recipe.data),
             global_batch=batch.global_batch,
             micro_batch=batch.micro_batch,
             workers=recipe.data.workers,
+            ragged=True,
         )
         s.tokens_per_step = batch.global_batch * recipe.data.seq_len
-        tokens_per_rank = s.tokens_per_step / s.world_size
         state = {"model": model, "optimizer": optimizer, "data": data}
         for step in s.steps(total, state, checkpoint_every=recipe.checkpoint.every, keep=recipe.checkpoint.keep):
             lr = schedule.warmup_cosine(
@@ -37,17 +45,5 @@ def train(recipe: Recipe, batch: Batch) -> None:
             )
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            loss = torch.zeros((), device=s.device)
-            for tokens in s.accumulate(model, next(data)):
-                with s.autocast():
-                    logits = model(tokens[:, :-1])
-                # Divided by all tokens of the rank's step: the ranks hold equally many, so the mean of their gradients
-                # is that of the global batch, whatever the micro-batches are.
-                part = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
-                part = part / tokens_per_rank
-                part.backward()  # type: ignore[no-untyped-call]
-                loss += part.detach()
-            grad_norm = s.clip_grad_norm(model, recipe.optim.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            s.log(loss=s.mean(loss), lr=lr, grad_norm=grad_norm)
+            done = s.train_step(next(data), token_loss, clip_norm=recipe.optim.clip_norm)
+            s.log(loss=done.loss, lr=lr, grad_norm=done.grad_norm)

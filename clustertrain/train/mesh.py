@@ -1,4 +1,4 @@
-"""Process groups and the device mesh."""
+"""Process groups and the device mesh: the one place that turns a Layout into them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,52 @@ from clustertrain.train.context import RankContext
 @dataclass(frozen=True)
 class Groups:
     """``stop`` and ``checkpoint`` are gloo groups of their own: a collective of the training loop in flight on a shared
-    group would be matched with theirs. All are None for a process that torchrun did not start."""
+    group would be matched with theirs. All are None for a process that torchrun did not start.
+
+    ``mesh`` has the dimensions of :func:`dimensions`. ``context`` is the one-dimensional mesh of the ranks that share a
+    sequence; it is a mesh of its own because those ranks also take part in ``mesh``'s data-parallel dimensions, where
+    gradients are averaged and parameters sharded over them.
+    """
 
     mesh: DeviceMesh | None
+    context: DeviceMesh | None
     stop: dist.ProcessGroup | None
     checkpoint: dist.ProcessGroup | None
 
+    def tensor(self) -> DeviceMesh | None:
+        return self._part("tp")
+
+    def pipeline(self) -> DeviceMesh | None:
+        return self._part("pp")
+
+    def data(self) -> DeviceMesh | None:
+        """One dimension to shard over, or two: replicate over the first, shard over the second."""
+        if self.mesh is None:
+            return None
+        names = tuple(n for n in self.mesh.mesh_dim_names or () if n.startswith("dp_"))
+        return self.mesh[names] if names else None
+
+    def _part(self, name: str) -> DeviceMesh | None:
+        return self.mesh[name] if self.mesh is not None and name in (self.mesh.mesh_dim_names or ()) else None
+
 
 def dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and sizes of the mesh: only degrees above one, and at least one dimension."""
-    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
-    used = {k: n for k, n in sizes.items() if n > 1} or {"dp_replicate": 1}
+    """Names and sizes of the mesh, outermost first: only degrees above one, and at least one dimension.
+
+    Ranks that share a sequence stand in the data-parallel dimension that is the innermost one in use, since parameters
+    and gradients do not know which part of a sequence they come from. A product with plain replicas has a ``dp_shard``
+    of size 1, so that ``fully_shard`` replicates: DDP does not know DTensors and stages.
+    """
+    replicate, shard = layout.dp_replicate, layout.dp_shard
+    if layout.sharded:
+        shard *= layout.cp
+    else:
+        replicate *= layout.cp
+    sizes = {"pp": layout.pp, "dp_replicate": replicate, "dp_shard": shard, "tp": layout.tp}
+    used = {k: n for k, n in sizes.items() if n > 1}
+    if layout.model_parallel and replicate > 1 and shard == 1:
+        used = {k: n for k, n in sizes.items() if n > 1 or k == "dp_shard"}
+    used = used or {"dp_replicate": 1}
     return tuple(used), tuple(used.values())
 
 
@@ -39,17 +74,22 @@ def open_groups(context: RankContext, timeout_s: float) -> Groups:
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)
     if not context.launched:
-        return Groups(None, None, None)
+        return Groups(None, None, None, None)
     timeout = timedelta(seconds=timeout_s)
     cuda = context.device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, device_id=context.device if cuda else None
     )
-    names, sizes = dimensions(context.layout)
-    mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=names)
+    layout, device = context.layout, context.device.type
+    names, sizes = dimensions(layout)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    sequence = None
+    if layout.cp > 1:
+        sizes = (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp)
+        sequence = init_device_mesh(device, sizes, mesh_dim_names=("outer", "cp", "inner"))["cp"]
     stop = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint = dist.new_group(backend="gloo", timeout=timeout)
-    return Groups(mesh, stop, checkpoint)
+    return Groups(mesh, sequence, stop, checkpoint)
 
 
 def close_groups() -> None:

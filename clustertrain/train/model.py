@@ -50,9 +50,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         cos, sin = self.table.get(length, x.device)
-        q = rotate(self.q(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2), cos, sin)
-        k = rotate(self.k(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2), cos, sin)
-        v = self.v(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        # As many heads as the projections have on this rank: tensor parallel splits them.
+        q = rotate(self.q(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
+        k = rotate(self.k(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
+        v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -86,25 +87,35 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids (batch, length) to logits (batch, length, vocab_size)."""
+    """Token ids (batch, length) to logits (batch, length, vocab_size).
+
+    A pipeline stage is this module with the units of other stages taken out: without ``norm`` it returns hidden states
+    (batch, length, dim), and such are what it takes where the embedding is another stage's.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
-        self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        self.embed: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.dropout = nn.Dropout(spec.dropout)
-        self.layers = nn.ModuleList(Block(spec, table) for _ in range(spec.layers))
-        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        # A dict, so that a stage that holds only some layers has them under the same names.
+        self.layers = nn.ModuleDict({str(i): Block(spec, table) for i in range(spec.layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.head = None if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.dropout(self.embed(tokens))
-        for layer in self.layers:
+        x = tokens
+        if not tokens.is_floating_point():
+            assert self.embed is not None
+            x = self.dropout(self.embed(tokens))
+        for layer in self.layers.values():
             x = layer(x)
+        if self.norm is None:
+            return x
         x = self.norm(x)
         # Tied through the function and not by one parameter under two names, which building on meta would untie.
-        logits: torch.Tensor = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        logits: torch.Tensor = self.head(x) if self.head is not None else F.linear(x, self.embed.weight)  # type: ignore[union-attr]
         return logits
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,12 +36,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     return [g for g in groups if g["params"]]
 
 
-def adamw(model: nn.Module, spec: OptimSpec, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        decay_groups(model, spec.weight_decay),
-        lr=spec.lr,
-        betas=spec.betas,
-        eps=spec.eps,
-        fused=device.type == "cuda",
-        foreach=None if device.type == "cuda" else True,
-    )
+def adamw(spec: OptimSpec, device: torch.device) -> dict[str, Any]:
+    """The options of torch's AdamW."""
+    fused = device.type == "cuda"
+    return {
+        "lr": spec.lr,
+        "betas": spec.betas,
+        "eps": spec.eps,
+        "fused": fused,
+        "foreach": None if fused else True,
+    }

@@ -18,10 +18,12 @@ from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
-from clustertrain.train import mesh, result, seeds
+from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
-from clustertrain.train.parallelize import autocast, clip_grad_norm, parallelize, synchronise_gradients
+from clustertrain.train.parallelize import parallelize
+from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
+from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
@@ -68,6 +70,8 @@ class Session:
         self._loaders: list[Loader] = []
         self._finished = False
         self._slowest_save_s = 0.0
+        self._model: nn.Module | None = None
+        self._train_step: TrainStep | None = None
         self._apart_s = 0.0  # spent since the step began on what is not the step itself
 
     # -- opening and closing
@@ -87,6 +91,13 @@ class Session:
         self.mesh = self._groups.mesh
         recipe_seed = context.spec.recipe.train.seed if context.spec else DEFAULT_SEED
         self.seed = recipe_seed if self._asked_seed is None else self._asked_seed
+        apply_matmul_precision(context)
+        self._loss_scale: LossScale | None = None
+        if context.precision == "fp16":
+            batch = context.batch
+            self._loss_scale = LossScale(
+                batch.tokens_per_step * batch.micro_batch // batch.global_batch if batch and batch.global_batch else 1
+            )
         seeds.seed_all(self.seed)  # the same on all ranks, so that a model built now is
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
@@ -158,16 +169,64 @@ class Session:
 
         A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``.
         """
-        return parallelize(model, self._context, self.mesh, self.seed)
+        self._model = parallelize(model, self._context, self._groups, self.seed)
+        return self._model
+
+    def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer of class ``cls`` that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+
+        Args:
+            params: parameters or groups of them; default: all of the model.
+            options: what ``cls`` takes (``lr`` and so on).
+
+        Raises:
+            UsageError: before :meth:`parallelize`.
+        """
+        if self._model is None:
+            raise UsageError("session.optimizer: call session.parallelize(model) first")
+        params = self._model.parameters() if params is None else params
+        if self._context.layout.strategy == "zero1" and self._groups.mesh is not None:
+            made = data_parallel.split_optimizer(cls, params, options)
+        else:
+            made = cls(params, **options)
+        self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale)
+        return made
+
+    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0) -> Stepped:
+        """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
+        norm of at most ``clip_norm`` (0: none), update.
+
+        Args:
+            batch: ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch`` yields them.
+            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
+                mean is over something else, tokens say.
+
+        Raises:
+            UsageError: before :meth:`optimizer`, or the batch is something else.
+        """
+        if self._train_step is None:
+            raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
+        places = next((loader.places for loader in self._loaders if loader.latest is batch), None)
+        return self._train_step(batch, places, loss_fn, clip_norm)
 
     def loader(
-        self, dataset: MapStyle, *, global_batch: int, micro_batch: int | None = None, workers: int = 0
+        self,
+        dataset: MapStyle,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        workers: int = 0,
+        ragged: bool = False,
     ) -> Loader:
         """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. With
         ``micro_batch`` an item is a list of micro-batches. Put it into the state.
 
+        Args:
+            ragged: allow a global batch that does not divide: ranks then get different numbers of samples, which
+                :meth:`train_step` accounts for and a mean over the ranks of the script's own does not.
+
         Raises:
-            ConfigError: ``global_batch`` does not divide over the ranks.
+            ConfigError: ``global_batch`` does not divide over the ranks and micro-batches.
         """
         made = Loader(
             dataset,
@@ -175,9 +234,10 @@ class Session:
             micro_batch=micro_batch,
             workers=workers,
             seed=self.seed,
-            rank=self.rank,
+            rank=self._context.data_rank,
             ranks=self._context.layout.data_parallel,
             device=self.device,
+            ragged=ragged,
         )
         self._loaders.append(made)
         return made
@@ -185,7 +245,7 @@ class Session:
     def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
         """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
         for i, micro_batch in enumerate(micro_batches):
-            with synchronise_gradients(model, last=i == len(micro_batches) - 1):
+            with data_parallel.synchronise(model, last=i == len(micro_batches) - 1):
                 yield micro_batch
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -194,7 +254,10 @@ class Session:
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the global gradient norm (0: do not) and return what it was, without a device sync."""
-        return clip_grad_norm(model, max_norm)
+        norm = gradients.total_norm(model.parameters())
+        if max_norm > 0:
+            gradients.scale(model.parameters(), gradients.clip_factor(norm, max_norm))
+        return norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a tensor over all ranks, on the device and without a host sync."""
@@ -253,6 +316,8 @@ class Session:
         if total < 0 or (checkpoint_every is not None and checkpoint_every < 1):
             raise UsageError(f"steps(total={total}, checkpoint_every={checkpoint_every}): must be positive")
         state = state if state is not None else {}
+        if self._loss_scale is not None:
+            state["loss_scale"] = self._loss_scale
         manager = self._open_checkpoints(keep)
         first = self.step = self._restore(manager, state)
         while True:

@@ -49,9 +49,9 @@ def _chunks(spec: DataSpec) -> Iterator[bytes]:
             return
 
 
-class ByteText(Dataset[torch.Tensor]):
-    """Sample i is bytes ``i * seq_len`` to ``(i + 1) * seq_len + 1`` as int64 ids; the last is the target of the one
-    before it."""
+class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Sample i is (inputs, targets), both (seq_len,) int64 ids: bytes from ``i * seq_len`` on, and the same one byte
+    later, since each byte's target is the next one."""
 
     def __init__(self, spec: DataSpec) -> None:
         """Raises ConfigError when the corpus is shorter than one sample."""
@@ -66,6 +66,7 @@ class ByteText(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return int(max(0, self._bytes.size - 1) // self._seq_len)
 
-    def __getitem__(self, i: int) -> torch.Tensor:
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = i * self._seq_len
-        return torch.from_numpy(self._bytes[start : start + self._seq_len + 1].astype(np.int64))
+        tokens = torch.from_numpy(self._bytes[start : start + self._seq_len + 1].astype(np.int64))
+        return tokens[:-1], tokens[1:]

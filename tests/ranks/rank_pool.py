@@ -27,6 +27,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "clustertrain.train.loop"]
 )
+SEQ_LEN = 16
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
@@ -42,6 +43,7 @@ def write_plan(
         "micro_batch": micro_batch,
         "grad_accum": global_batch // ranks // micro_batch,
         "global_batch": global_batch,
+        "tokens_per_step": global_batch * SEQ_LEN,
     }
     fsio.write_json(run.plan, {"layout": layout, "batch": batch, "precision": precision})
 
@@ -66,7 +68,7 @@ def make_run(
     (run.path / "attempts").mkdir(parents=True)
     recipe = {
         "model": {**TINY, **(model or {})},
-        "data": {"seq_len": 16, "max_bytes": 100_000, **(data or {})},
+        "data": {"seq_len": SEQ_LEN, "max_bytes": 100_000, **(data or {})},
         "train": {"steps": steps, "global_batch": global_batch},
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": every, "keep": keep},

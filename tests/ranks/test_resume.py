@@ -67,13 +67,13 @@ def die_at(step: int) -> None:
 
     from clustertrain.train.session import Session
 
-    def clip(self: Session, *args: Any) -> Any:
+    def train_step(self: Session, *args: Any, **kw: Any) -> Any:
         if self.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *args)
+        return original(self, *args, **kw)
 
-    original = Session.clip_grad_norm
-    Session.clip_grad_norm = clip  # type: ignore[method-assign]
+    original = Session.train_step
+    Session.train_step = train_step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Activation checkpointing and compilation, unit by unit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from clustertrain.train.context import RankContext
+from clustertrain.train.data_parallel import units
+
+aten = torch.ops.aten
+# Dear to redo: matmuls and attention. All else is redone in the backward pass: norms, activation functions, casts (the
+# idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
+_KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def apply(model: nn.Module, context: RankContext) -> None:
+    """Checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
+    kind = context.layout.activation_checkpointing
+    for _, unit in units(model):
+        if kind != "none":
+            options: dict[str, Any] = {"use_reentrant": False}
+            if kind == "selective":
+                options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            # On the instance: a wrapper module would rename every parameter in it.
+            unit.forward = functools.partial(checkpoint, unit.forward, **options)
+        if context.parallel.compile:
+            unit.compile(fullgraph=kind == "none")
+
+
+def _policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,147 @@
+"""One optimizer step under any layout: forward, backward, reduction, clipping, update.
+
+The loss is a sum over what it counts (tokens, samples); the sum of gradients is divided once, by the count over all
+ranks and micro-batches, after the reduction and before clipping. So the result depends neither on how the global batch
+is cut into micro-batches nor on whether they are equally large.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clustertrain.checkpoint.state import unwrap
+from clustertrain.errors import UsageError
+from clustertrain.train import data_parallel, gradients, precision
+from clustertrain.train.context import RankContext
+from clustertrain.train.mesh import Groups
+from clustertrain.train.precision import LossScale
+
+# (output, target) -> mean over the samples, or (sum, how many it is the sum of).
+Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
+    the device, equal on all ranks. ``skipped``: the gradients of this step overflowed in fp16 and were thrown away."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: bool = False
+
+
+def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """What a loss function returned, as a sum and its count; nothing for a micro-batch that only fills a gap."""
+    if isinstance(value, tuple):
+        total, count = value
+    else:
+        count = len(target[0] if isinstance(target, (tuple, list)) else target)
+        total = value * count
+    return (total * 0, 0) if nobodys else (total, count)
+
+
+def takes_samples(model: nn.Module) -> bool:
+    """Whether ``forward`` has an argument ``samples``: the place of each sample in the run, (batch,) int64."""
+    return "samples" in inspect.signature(model.forward).parameters
+
+
+def call(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
+    more = {} if samples is None else {"samples": samples}
+    if isinstance(inputs, dict):
+        return model(**inputs, **more)
+    return model(*inputs, **more) if isinstance(inputs, (tuple, list)) else model(inputs, **more)
+
+
+class TrainStep:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        context: RankContext,
+        groups: Groups,
+        loss_scale: LossScale | None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._context = context
+        self._groups = groups
+        self._scale = loss_scale
+        self._takes_samples = takes_samples(unwrap(model))
+        at = context.layout.coordinates(context.rank)
+        # Ranks that compute the same loss twice must not count it twice.
+        self._counts_loss = at.tp == 0
+
+    def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip_norm: float) -> Stepped:
+        micro_batches = batch if isinstance(batch, list) else [batch]
+        for pair in micro_batches:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+                raise UsageError("train_step: a batch is (inputs, target), or a list of such micro-batches")
+        if self._groups.context is not None:
+            from clustertrain.train import context_parallel
+
+            micro_batches = [context_parallel.slice_pair(pair, self._groups.context) for pair in micro_batches]
+        nobodys = [bool((p < 0).any()) for p in samples] if samples else [False] * len(micro_batches)
+        given = samples if self._takes_samples and samples is not None else [None] * len(micro_batches)
+        if self._groups.pipeline() is not None:
+            totals = self._model.run(micro_batches, given, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
+        else:
+            totals = self._accumulate(micro_batches, given, nobodys, loss_fn)
+        if not self._counts_loss:
+            totals = torch.zeros_like(totals)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        loss, count = totals.unbind()
+        return self._update((loss / count).float(), count, clip_norm)
+
+    @property
+    def _scale_now(self) -> float:
+        return self._scale.scale if self._scale is not None else 1.0
+
+    def _accumulate(
+        self, micro_batches: list[Any], samples: Sequence[Any], nobodys: list[bool], loss_fn: Loss
+    ) -> torch.Tensor:
+        """Gradients of the loss's sum, averaged over the ranks; returns this rank's (sum of losses, count) in fp64."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)
+        defer = self._context.parallel.defer_reduction
+        with self._loss_context():
+            for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
+                with data_parallel.synchronise(self._model, last=i == len(micro_batches) - 1, defer=defer):
+                    with precision.autocast(self._context):
+                        output = call(self._model, inputs, places)
+                        value, count = weighed(loss_fn(output, target), target, nobodys[i])
+                    (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
+                value = value.detach()
+                totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
+        return totals
+
+    def _update(self, loss: torch.Tensor, count: torch.Tensor, clip_norm: float) -> Stepped:
+        params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+        # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
+        factor = self._context.layout.gradient_ranks / (count * self._scale_now)
+        elsewhere = getattr(self._model, "counted_elsewhere", ())
+        norm = gradients.total_norm(params, self._groups.pipeline(), elsewhere) * factor.float()
+        skipped = False
+        if self._scale is not None:
+            # The one host sync of a step, and only for fp16: whether to update must be known before.
+            skipped = not bool(torch.isfinite(norm))
+            self._scale.update(overflow=skipped)
+        if not skipped:
+            gradients.scale(params, (factor * gradients.clip_factor(norm, clip_norm)).float())
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Stepped(loss, norm, skipped)
+
+    def _loss_context(self) -> AbstractContextManager[object]:
+        if self._context.layout.tp == 1:
+            return nullcontext()
+        from clustertrain.train import tensor_parallel
+
+        return tensor_parallel.loss_context(self._context)
