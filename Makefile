@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check format benchmarks gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check format benchmarks parity gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -46,6 +46,9 @@ format: setup ## rewrite the sources the way `make check` wants them
 
 benchmarks: setup ## speed against peers; writes benchmarks/results/
 	$(BIN)/python -m benchmarks
+
+parity: setup ## every layout against one process, the whole table; writes benchmarks/results/parity.json
+	$(BIN)/python -m tests.parity
 
 gpu-check: setup ## what needs a CUDA GPU
 	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu

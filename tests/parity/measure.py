@@ -1,0 +1,126 @@
+"""Run one cell with real gloo ranks and compare it with the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from clustertrain import clock, fsio
+from clustertrain.plan.layout import Layout
+from clustertrain.run.folder import RunDir
+from tests.parity import reference
+from tests.parity.cells import DATA, GLOBAL_BATCH, MODEL, MOST_SKIPPED, OPTIMIZERS, SEQ_LEN, STEPS, Cell
+from tests.ranks.rank_pool import Ranks
+
+SCRIPT = Path(__file__).with_name("script.py")
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``loss`` and ``norm`` are the largest relative deviations of any step, None where the ranks did not get through:
+    ``failure`` then says why. ``skipped`` counts the steps that overflowed in fp16."""
+
+    cell: Cell
+    seconds: float
+    loss: float | None = None
+    norm: float | None = None
+    skipped: int = 0
+    failure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        if self.failure or self.loss is None or self.norm is None:
+            return False
+        limit = self.cell.limit
+        return self.loss <= limit.loss and self.norm <= limit.norm and self.skipped <= MOST_SKIPPED
+
+    @property
+    def verdict(self) -> str:
+        if self.failure:
+            return "failed"
+        if self.skipped > MOST_SKIPPED:
+            return "skips"
+        return "ok" if self.ok else "OFF"
+
+
+def run(cell: Cell, folder: Path) -> Outcome:
+    """``folder`` must not exist yet; the run directory and the ranks' logs are left in it."""
+    started = clock.monotonic()
+    with _one_thread():
+        ranks = Ranks(_make_run(cell, folder / "run"), cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
+        failure = _wait(ranks)
+    seconds = clock.monotonic() - started
+    if failure:
+        return Outcome(cell, seconds, failure=failure)
+    rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
+    if [r["step"] for r in rows] != list(range(1, STEPS + 1)):
+        return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
+    skipped = frozenset(r["step"] for r in rows if r["skipped"])
+    taken = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
+    loss, norm = reference.compared(taken, cell.policy, cell.optimizer, skipped)
+    return Outcome(cell, seconds, loss, norm, len(skipped))
+
+
+def _make_run(cell: Cell, path: Path) -> RunDir:
+    """A run directory as submit leaves it."""
+    run = RunDir(path)
+    (run.path / "attempts").mkdir(parents=True)
+    layout = cell.shape
+    parallel: dict[str, Any] = {
+        "activation_checkpointing": layout.activation_checkpointing,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    if layout.schedule is not None:
+        parallel.update(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
+    recipe = {
+        "model": MODEL,
+        "data": DATA,
+        "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH, "log_every": STEPS},
+        "optim": OPTIMIZERS[cell.optimizer],
+        "parallel": parallel,
+    }
+    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+    batch = {
+        "micro_batch": cell.micro_batch,
+        "grad_accum": cell.micro_batches,
+        "global_batch": GLOBAL_BATCH,
+        "tokens_per_step": GLOBAL_BATCH * SEQ_LEN,
+    }
+    fields = {f: getattr(layout, f) for f in Layout.__struct_fields__}
+    fsio.write_json(run.plan, {"layout": fields, "batch": batch, "precision": cell.precision})
+    return run
+
+
+def _wait(ranks: Ranks) -> str:
+    """Why the ranks failed, empty if they did not."""
+    try:
+        codes = ranks.wait(TIMEOUT_S)
+    except AssertionError as e:
+        return str(e).splitlines()[0]
+    if not any(codes):
+        return ""
+    errors = [r["error"] for r in ranks.results() if r.get("error")]
+    # The peers of the rank that failed first only report that it has gone.
+    errors.sort(key=lambda e: "peer" in e["message"] or e["type"] == "DistBackendError")
+    return f"{errors[0]['type']}: {errors[0]['message']}" if errors else f"exit codes {codes}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The ranks' CPU threads: these matrices are too small to share."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

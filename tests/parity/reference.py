@@ -1,0 +1,129 @@
+"""One process that trains on the whole global batch with nothing but torch: what every layout must agree with.
+
+It shares with the product what the comparison is about and no more: the model, its initial values, the order of the
+samples. Forward, backward, clipping and update are plain torch, without micro-batches.
+
+A number in bf16 depends on where it is rounded, and the layouts round in two places, so there are two policies, each
+with a reference of its own:
+
+- ``autocast``: weights are fp32, and ``torch.autocast`` rounds what goes into a matmul. Norms and the residual stream
+  of embeddings stay fp32. Layouts without ``fully_shard``.
+- ``cast``: ``fully_shard`` gathers the parameters in bf16, so all of the forward and backward pass is bf16, and a
+  gradient is rounded to bf16 before it is summed in fp32. In one process that is the model called with its parameters
+  cast, differentiated with respect to the fp32 ones.
+
+fp16 likewise, with the loss multiplied by 2**16. A step in which that overflows is tried again with half of it: when to
+skip one is the product's decision, and the steps that it skipped are left out here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clustertrain.spec.recipe import DataSpec, ModelSpec, OptimSpec, TrainSpec
+from clustertrain.train import order, seeds
+from clustertrain.train.model import Decoder
+from clustertrain.train.text import ByteText
+from tests.parity.cells import DATA, GLOBAL_BATCH, MODEL, OPTIMIZERS, STEPS
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SEED = TrainSpec().seed
+
+
+@cache
+def losses_and_norms(
+    policy: str, optimizer: str, skipped: frozenset[int] = frozenset(), *, backwards: bool = False
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of the steps not in ``skipped``, which counts from 1. ``backwards``: with
+    the samples of each batch in reverse, which changes rounding and nothing else."""
+    model = _model()
+    spec = OptimSpec(**OPTIMIZERS[optimizer])
+    update = _optimizer(model, optimizer, spec)
+    data = ByteText(DataSpec(**DATA))
+    found = []
+    for step in range(STEPS):
+        if step + 1 in skipped:
+            continue
+        places = order.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
+        if backwards:
+            places.reverse()
+        inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))
+        loss = _backward(model, policy, inputs, targets)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm or math.inf)
+        update.step()
+        found.append((loss, norm.item()))
+    return found
+
+
+def _model() -> Decoder:
+    """Each parameter filled from (seed, name), whatever the layout."""
+    model = Decoder(ModelSpec(**MODEL))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            model.init_parameter(name, p, torch.Generator().manual_seed(seeds.derive(SEED, "init", name)))
+    return model
+
+
+def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=spec.lr)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("embed")]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or n.startswith("embed")]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+
+
+def _backward(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Leave the gradient of the mean loss in the parameters and return that loss."""
+    scale = 2.0**16 if policy.startswith("fp16") else 1.0
+    while True:
+        model.zero_grad()
+        loss = F.cross_entropy(_logits(model, policy, inputs).flatten(0, 1).float(), targets.flatten())
+        (loss * scale).backward()
+        grads: list[Any] = [p.grad for p in model.parameters()]
+        if all(bool(g.isfinite().all()) for g in grads):
+            torch._foreach_div_(grads, scale)
+            return loss.item()
+        if scale <= 1.0:
+            raise ArithmeticError(f"{policy}: the reference itself overflows")
+        scale /= 2
+
+
+def _logits(model: Decoder, policy: str, inputs: torch.Tensor) -> torch.Tensor:
+    if policy == "fp32":
+        out: torch.Tensor = model(inputs)
+        return out
+    precision, _, kind = policy.partition("-")
+    dtype = _DTYPES[precision]
+    if kind == "autocast":
+        with torch.autocast("cpu", dtype=dtype):
+            return _logits(model, "fp32", inputs)
+    cast = {name: p.to(dtype) for name, p in model.named_parameters()}
+    out = torch.func.functional_call(model, cast, (inputs,))
+    return out
+
+
+def compared(
+    rows: Collection[tuple[float, float]], policy: str, optimizer: str, skipped: frozenset[int] = frozenset()
+) -> tuple[float, float]:
+    """The largest relative deviations of (loss, norm) over ``rows``, which are the steps not skipped."""
+    wanted = losses_and_norms(policy, optimizer, skipped)
+    worst = [0.0, 0.0]
+    for got, want in zip(rows, wanted, strict=True):
+        for i in range(2):
+            apart = abs(got[i] - want[i]) / abs(want[i])
+            # A NaN would lose every comparison and so pass.
+            worst[i] = max(worst[i], apart if math.isfinite(apart) else math.inf)
+    return worst[0], worst[1]
+
+
+def floor(policy: str, optimizer: str) -> tuple[float, float]:
+    """How far the reference is from itself when only the order of summation changes: the least to ask of a layout."""
+    return compared(losses_and_norms(policy, optimizer, backwards=True), policy, optimizer)

@@ -1,0 +1,35 @@
+"""What each rank of a cell runs: a training script as a user writes it, with the optimizer's name as its argument."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import clustertrain as ct
+from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.train import optim
+from clustertrain.train.context import read_plan
+from clustertrain.train.loop import token_loss
+from clustertrain.train.model import Decoder
+from clustertrain.train.text import ByteText
+
+run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
+recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+
+with ct.session() as session:
+    with torch.device("meta"):
+        model: torch.nn.Module = Decoder(recipe.model)
+    model = session.parallelize(model)
+    if sys.argv[1] == "sgd":
+        optimizer = session.optimizer(torch.optim.SGD, lr=recipe.optim.lr)
+    else:
+        groups = optim.decay_groups(model, recipe.optim.weight_decay)
+        optimizer = session.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, session.device))
+    data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
+    for _ in session.steps(recipe.train.steps):
+        done = session.train_step(next(data), token_loss, clip_norm=recipe.optim.clip_norm)
+        session.log(loss=done.loss, grad_norm=done.grad_norm, skipped=done.skipped)

@@ -1,0 +1,22 @@
+"""Every layout trains as one process does: a covering subset of the parity table (``make parity``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cells import LAYOUTS, Cell, covering, pairs, table
+from tests.parity.measure import run
+
+
+def test_the_subset_has_every_layout_in_fp32_and_every_pair_of_the_other_factors() -> None:
+    assert {c.layout for c in covering() if c.precision == "fp32"} == set(LAYOUTS)
+    assert pairs(covering()) == pairs(table())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cell", covering(), ids=lambda c: c.id)
+def test_losses_and_norms_are_those_of_one_process(cell: Cell, tmp_path: Path) -> None:
+    outcome = run(cell, tmp_path / "cell")
+    assert outcome.ok, outcome
