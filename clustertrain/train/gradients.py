@@ -18,6 +18,15 @@ def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [g.to_local() if is_dtensor(g) else g for p in params if (g := p.grad) is not None]  # type: ignore[attr-defined]
 
 
+def complete(params: Iterable[nn.Parameter]) -> None:
+    """Sum what tensor parallel left as one part a rank: the gradients of what works on a part of the sequence. Once a
+    step and not with each micro-batch; ``fully_shard`` has done it for its own."""
+    for p in params:
+        grad: Any = p.grad
+        if is_dtensor(grad) and any(placement.is_partial() for placement in grad.placements):
+            p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+
+
 def total_norm(
     params: Iterable[nn.Parameter], stages: DeviceMesh | None = None, elsewhere: Collection[int] = ()
 ) -> torch.Tensor:
@@ -39,7 +48,7 @@ def total_norm(
         grad: Any = p.grad
         if is_dtensor(grad):
             mesh = grad.device_mesh
-            sharded = tuple((mesh, i) for i, placement in enumerate(grad.placements) if placement.is_shard())
+            sharded = tuple((mesh, i) for i, placement in enumerate(grad.placements) if not placement.is_replicate())
             grad = grad.to_local()
         device = grad.device
         # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.

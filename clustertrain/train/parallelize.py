@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.checkpoint.state import block, clean
 from clustertrain.errors import ConfigError
-from clustertrain.train import activations, data_parallel, seeds
+from clustertrain.train import activations, data_parallel, dropout, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 
@@ -41,6 +41,15 @@ def parallelize(model: nn.Module, context: RankContext, groups: Groups, seed: in
         _take_rank_0(model.to(context.device))
     whole = model
     pipeline_mesh, tensor_mesh, data_mesh = groups.pipeline(), groups.tensor(), groups.data()
+    # Of the whole model, before a stage has only some of its modules.
+    if tensor_mesh is not None:
+        from clustertrain.train import tensor_parallel
+
+        tensor_parallel.check(model, context)
+    if groups.context is not None:
+        from clustertrain.train import context_parallel
+
+        context_parallel.check(model, context)
     parts = [model]
     if pipeline_mesh is not None:
         from clustertrain.train import pipeline
@@ -48,13 +57,10 @@ def parallelize(model: nn.Module, context: RankContext, groups: Groups, seed: in
         parts = pipeline.split(model, context, pipeline_mesh)
     for part in parts:
         if tensor_mesh is not None:
-            from clustertrain.train import tensor_parallel
-
             tensor_parallel.apply(part, context, tensor_mesh)
         if groups.context is not None:
-            from clustertrain.train import context_parallel
-
             context_parallel.apply(part, context, groups.context)
+        dropout.place(part, context, seed)
         activations.apply(part, context)
         if layout.fully_sharded and data_mesh is not None:
             data_parallel.shard(part, context, data_mesh)

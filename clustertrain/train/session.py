@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -164,11 +164,17 @@ class Session:
 
     # -- for the script
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> nn.Module:
         """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it.
 
         A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``.
+
+        Args:
+            tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
+                words of ``clustertrain.train.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
         """
+        if tp_plan is not None:
+            model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
         self._model = parallelize(model, self._context, self._groups, self.seed)
         return self._model
 
@@ -254,6 +260,7 @@ class Session:
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the global gradient norm (0: do not) and return what it was, without a device sync."""
+        gradients.complete(model.parameters())
         norm = gradients.total_norm(model.parameters())
         if max_norm > 0:
             gradients.scale(model.parameters(), gradients.clip_factor(norm, max_norm))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.state import unwrap
+from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision
 from clustertrain.train.context import RankContext
@@ -45,6 +45,8 @@ def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch
     else:
         count = len(target[0] if isinstance(target, (tuple, list)) else target)
         total = value * count
+    if is_dtensor(total):
+        total = total.full_tensor()  # a loss of split logits, the same on their ranks
     return (total * 0, 0) if nobodys else (total, count)
 
 
@@ -127,6 +129,7 @@ class TrainStep:
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
         elsewhere = getattr(self._model, "counted_elsewhere", ())
+        gradients.complete(params)
         norm = gradients.total_norm(params, self._groups.pipeline(), elsewhere) * factor.float()
         skipped = False
         if self._scale is not None:
