@@ -19,6 +19,7 @@ from clustertrain.checkpoint.manifest import Damaged, Manifest
 from clustertrain.checkpoint.reader import Reader
 from clustertrain.checkpoint.state import collect
 from clustertrain.checkpoint.storage import FULL, StorageError
+from clustertrain.checkpoint.union import Share, agree
 from clustertrain.checkpoint.writer import merge, write_blocks
 from clustertrain.errors import CheckpointError
 
@@ -66,25 +67,34 @@ class CheckpointManager:
             CheckpointError: likewise, where the state is one that cannot be saved.
         """
         started = clock.monotonic()
+        failure = f"{self._root}: the checkpoint of step {step} was not saved"
+        share, own = self._share(state, rank_state or {}, failure)
         staging = index.staging_folder(self._root, step, self._attempt)
         self._on_rank_0(lambda: _fresh_folder(staging), f"{staging}: cannot be made")
-        told: dict[str, Any] = {"trouble": None}
-        values: dict[str, Any] = {}
+        told: dict[str, Any] = {"trouble": None, "own": own}
         try:
-            blocks, values, own = collect(state, rank_state or {}, self._ranks.rank, self._ranks.world_size)
-            told["records"] = write_blocks(staging, self._ranks.rank, blocks)
-            told["own"] = own
-        except (OSError, CheckpointError) as e:
+            told["records"] = write_blocks(staging, self._ranks.rank, share.blocks)
+        except OSError as e:
             told["trouble"] = _told(e)
         everybody = self._ranks.gather(told)
-        size = self._on_rank_0(
-            lambda: self._commit(step, staging, everybody, values),
-            f"{self._root}: the checkpoint of step {step} was not saved",
-        )
+        size = self._on_rank_0(lambda: self._commit(step, staging, everybody, share.values), failure)
         saved = Saved(step, index.step_folder(self._root, step), size, clock.monotonic() - started)
         if self._ranks.rank == 0:
             self._retire()
         return saved
+
+    def _share(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str) -> tuple[Share, Any]:
+        """What this rank writes, and the JSON values of its own."""
+        trouble, collected = None, None
+        try:
+            collected = collect(state, rank_state, self._ranks.rank)
+        except CheckpointError as e:
+            trouble = _told(e)
+        troubles = self._ranks.troubles(trouble)
+        if troubles or collected is None:
+            raise _error(failure, troubles)
+        optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
+        return agree(self._ranks, collected, optimizers), collected.own
 
     def _on_rank_0(self, act: Callable[[], Any], failure: str) -> Any:
         """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,11 @@ class Reader:
             if isinstance(value, nn.Module):
                 todo.append(self._load_module(key, value))
             elif isinstance(value, torch.optim.Optimizer):
-                todo.append(self._load_optimizer(key, value, names))
+                todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
             else:
                 todo.append(self._load_other(key, value, state))
 
-        def finish() -> None:
-            for call in todo:
-                call()
-
-        return finish
+        return lambda: _call_all(todo)
 
     def rank_state(self, rank: int) -> Any:
         """What this rank number saved for itself."""
@@ -98,51 +95,91 @@ class Reader:
     # -- objects
 
     def _load_module(self, key: str, module: nn.Module) -> Finish:
-        content = objects.module_state(module)
-        tensors: dict[str, torch.Tensor] = {}
-        tree.encode(content, key, tensors)
-        extra = sorted(tree.tensor_names(self._manifest.values[key]) - tensors.keys())
+        elsewhere = {f"{key}/{name}" for name in objects.names_of_whole(module)}
+        held: set[str] = set()
+        todo: list[Finish] = []
+        # Part by part and not from module_state(): two stages of a rank may each have a copy of what is tied.
+        for part in objects.parts(module):
+            content = {objects.clean(k): v for k, v in part.state_dict(keep_vars=True).items()}
+            tensors: dict[str, torch.Tensor] = {}
+            tree.encode(content, key, tensors)
+            for name, tensor in tensors.items():
+                self._fill(objects.block(name, "model", tensor))
+            held |= tensors.keys()
+            plain = {
+                k: v
+                for k, v in self._manifest.values[key].items()
+                if not isinstance(content.get(k), torch.Tensor) and (k in content or f"{key}/{k}" not in elsewhere)
+            }
+            if plain:
+                todo.append(functools.partial(_load_extra, part, tree.decode(plain, self._whole)))
+        extra = sorted(tree.tensor_names(self._manifest.values[key]) - held - elsewhere)
         if extra:
             raise CheckpointError(f"{self._folder}: holds {extra[0]}, which the model lacks", fix="was it changed?")
-        for name, tensor in tensors.items():
-            self._fill(objects.block(name, "model", tensor))
-        plain = {k: v for k, v in self._manifest.values[key].items() if not isinstance(content.get(k), torch.Tensor)}
-        if not plain:
-            return lambda: None
-        decoded = tree.decode(plain, self._whole)
-        return lambda: _load_extra(objects.unwrap(module), decoded)
+        return lambda: _call_all(todo)
 
-    def _load_optimizer(self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Finish:
+    def _load_optimizer(
+        self, key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], of_whole: frozenset[str]
+    ) -> Finish:
         saved = self._manifest.values[key]
-        current = objects.optimizer_state(optimizer, names, key)
-        if [g["params"] for g in saved["groups"]] != [g["params"] for g in current["groups"]]:
+        current = objects.optimizer_state(optimizer, names, key)["groups"]
+        found = self._match_groups(key, saved["groups"], [g["params"] for g in current], of_whole)
+        options = [self._options(g, s) for g, s in zip(optimizer.param_groups, found, strict=True)]
+        # ZeRO-1 keeps the state of some of the parameters, in groups that stand in the same order.
+        keeper = objects.keeper(optimizer)
+        state: dict[int, Any] = {}
+        groups, first = [], 0
+        for group, option in zip(keeper.param_groups, options, strict=True):
+            for i, p in enumerate(group["params"], start=first):
+                slot = saved["state"].get(names[id(p)])
+                if slot:
+                    state[i] = tree.decode(slot, functools.partial(self._like, p))
+            groups.append({**option, "params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+
+        def finish() -> None:
+            keeper.load_state_dict({"state": state, "param_groups": groups})
+            if keeper is not optimizer:
+                for group, option in zip(optimizer.param_groups, options, strict=True):
+                    group.update(option)
+
+        return finish
+
+    def _options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
+        """The options of ``saved``; those of ``group`` itself where there is none."""
+        options = {k: v for k, v in (saved or group).items() if k != "params"}
+        if saved is None:
+            return options
+        options = dict(tree.decode(options, self._whole))
+        for k, v in group.items():
+            if isinstance(v, torch.Tensor) and v.dim() == 0 and k in options:
+                options[k] = torch.full_like(v, options[k])  # a learning rate that is kept in a tensor stays one
+        return options
+
+    def _match_groups(
+        self, key: str, saved: list[dict[str, Any]], current: list[list[str]], of_whole: frozenset[str]
+    ) -> list[dict[str, Any] | None]:
+        """For each group of names the saved group that its parameters were in; None for one without parameters."""
+        group_of = {name: i for i, g in enumerate(saved) for name in g["params"]}
+        matches = [{group_of.get(name) for name in names} for names in current]
+        missing = group_of.keys() - {n for names in current for n in names} - of_whole
+        if missing or any(len(m) > 1 or None in m for m in matches):
             raise CheckpointError(
                 f"{self._folder}: the optimizer {key!r} has other parameters or groups than the one saved",
-                fix="make it over the same parameters in the same order",
+                fix="make it over the same parameters, in groups of the same members",
             )
-        params = [p for g in optimizer.param_groups for p in g["params"]]
-        state: dict[int, Any] = {}
-        for i, p in enumerate(params):
+        return [saved[m.pop() or 0] if m else None for m in matches]
 
-            def like_parameter(name: str, p: torch.Tensor = p) -> torch.Tensor:
-                record = self._record(name)
-                dtype = getattr(torch, record.dtype)
-                if record.shape == tuple(p.shape):
-                    tensor = torch.zeros_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
-                else:
-                    tensor = torch.zeros(record.shape, dtype=dtype)
-                self._fill(objects.block(name, "optimizer", tensor))
-                return tensor
-
-            slot = saved["state"].get(names[id(p)])
-            if slot:
-                state[i] = tree.decode(slot, like_parameter)
-        groups, first = [], 0
-        for g in saved["groups"]:
-            hyper = tree.decode({k: v for k, v in g.items() if k != "params"}, self._whole)
-            groups.append({**hyper, "params": list(range(first, first + len(g["params"])))})
-            first += len(g["params"])
-        return lambda: optimizer.load_state_dict({"state": state, "param_groups": groups})
+    def _like(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        """The saved state ``name`` of parameter ``p``, laid out as ``p`` is where it has its shape."""
+        record = self._record(name)
+        dtype = getattr(torch, record.dtype)
+        if record.shape == tuple(p.shape):
+            tensor = torch.zeros_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
+        else:
+            tensor = torch.zeros(record.shape, dtype=dtype)
+        self._fill(objects.block(name, "optimizer", tensor))
+        return tensor
 
     def _load_other(self, key: str, value: Any, state: dict[str, Any]) -> Finish:
         content = tree.decode(self._manifest.values[key], self._whole)
@@ -151,6 +188,11 @@ class Reader:
         if isinstance(value, torch.Tensor):
             return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
         return lambda: state.__setitem__(key, content)
+
+
+def _call_all(todo: list[Finish]) -> None:
+    for call in todo:
+        call()
 
 
 def _copy(into: torch.Tensor, content: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
 """The objects of a training run as named logical tensors and JSON values, and back.
 
 A logical tensor has a global shape and belongs to no rank. A rank holds a block of it: the whole where it is
-replicated, a shard where the parameter is a DTensor. Optimizer state is named by the parameter it belongs to, never by
-the parameter's index, so that it survives another layout. Parameters and optimizer state that are no DTensors are equal
-on all ranks; of everything else rank 0's counts. What must differ from rank to rank goes into the rank state.
+replicated, a shard where the parameter is a DTensor, and nothing where other ranks have it (another stage's parameters,
+ZeRO-1's optimizer state). Optimizer state is named by the parameter it belongs to, never by the parameter's index, so
+that it survives another layout. Parameters and optimizer state that are no DTensors are equal on all ranks that hold
+them; of everything else the lowest such rank's counts. What must differ from rank to rank goes into the rank state.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +30,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class Block:
     """This rank's part of a logical tensor. ``local`` shares its memory with the live object.
 
-    ``writer`` is whether this rank writes it; None for a replicated tensor, of which one rank is still to be chosen.
+    ``held`` says how it lies on the ranks that hold it: as ``shard``s of a mesh whose lowest rank is ``root``; as
+    ``equal`` copies, any of which may be written; or as copies of which the ``first`` rank's counts. ``replica`` is a
+    shard that another rank of the mesh has too and writes.
     """
 
     name: str
@@ -37,7 +40,19 @@ class Block:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     local: torch.Tensor
-    writer: bool | None
+    held: Literal["shard", "equal", "first"]
+    root: int = 0
+    replica: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    """``values`` is the JSON tree of what all ranks share, ``own`` that of this rank, with the tensors ``private``."""
+
+    blocks: list[Block]
+    values: dict[str, Any]
+    private: list[Block]
+    own: Any
 
 
 def is_dtensor(value: Any) -> bool:
@@ -50,18 +65,29 @@ def block(name: str, kind: Kind, value: torch.Tensor) -> Block:
     """The part of ``value`` that this rank holds."""
     value = value.detach()
     if not is_dtensor(value):
-        return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value, None)
+        return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value, "equal")
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
     _, start = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     coordinate = mesh.get_coordinate()
-    writer = all(c == 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    return Block(name, kind, tuple(value.shape), tuple(start), value.to_local(), writer)  # type: ignore[attr-defined]
+    replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    local = value.to_local()  # type: ignore[attr-defined]
+    return Block(name, kind, tuple(value.shape), tuple(start), local, "shard", int(mesh.mesh.min()), replica)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def parts(module: nn.Module) -> list[nn.Module]:
+    """The modules on this rank whose names are those of the whole model: a pipeline's stages, else the one there is."""
+    return list(getattr(module, "pipeline_stages", [unwrap(module)]))
+
+
+def names_of_whole(module: nn.Module) -> frozenset[str]:
+    """What a pipeline's stages hold on all ranks together; empty where each rank holds all."""
+    return frozenset(getattr(module, "whole_names", ()))
 
 
 def clean(fqn: str) -> str:
@@ -70,19 +96,30 @@ def clean(fqn: str) -> str:
     return fqn
 
 
+def _prefixes(state: Mapping[str, Any]) -> dict[str, str]:
+    """What stands before a parameter's name, by the key of the module."""
+    keys = [k for k, v in state.items() if isinstance(v, nn.Module)]
+    return {k: "" if len(keys) == 1 else f"{k}." for k in keys}
+
+
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
     """The name of each parameter of the modules in ``state``, by the parameter's id()."""
-    modules = {k: unwrap(v) for k, v in state.items() if isinstance(v, nn.Module)}
     return {
-        id(p): clean(fqn) if len(modules) == 1 else f"{key}.{clean(fqn)}"
-        for key, module in modules.items()
-        for fqn, p in module.named_parameters()
+        id(p): prefix + clean(fqn)
+        for key, prefix in _prefixes(state).items()
+        for part in parts(state[key])
+        for fqn, p in part.named_parameters()
     }
+
+
+def parameters_of_whole(state: Mapping[str, Any]) -> frozenset[str]:
+    """:func:`names_of_whole` of all modules in ``state``, as :func:`parameter_names` names them."""
+    return frozenset(p + name for key, p in _prefixes(state).items() for name in names_of_whole(state[key]))
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Parameters, persistent buffers and extra state by name; the tensors are the live ones."""
-    return {clean(k): v for k, v in unwrap(module).state_dict(keep_vars=True).items()}
+    return {clean(k): v for part in parts(module) for k, v in part.state_dict(keep_vars=True).items()}
 
 
 def _names_of(params: Iterable[torch.Tensor], names: Mapping[int, str], key: str) -> list[str]:
@@ -97,14 +134,28 @@ def _names_of(params: Iterable[torch.Tensor], names: Mapping[int, str], key: str
     return found
 
 
+def keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has the state of this rank's parameters: ZeRO-1's is one inside, over those it updates."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer.optim  # type: ignore[no-any-return]
+    return optimizer
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
-    """Groups with parameters by name, and the state of each parameter by name."""
-    groups = [{**g, "params": _names_of(g["params"], names, key)} for g in optimizer.param_groups]
+    """Groups with parameters by name, and by name the state of each parameter that has one on this rank."""
+    groups = [{**_plain(g), "params": _names_of(g["params"], names, key)} for g in optimizer.param_groups]
     params = [p for g in optimizer.param_groups for p in g["params"]]
+    state = keeper(optimizer).state
     return {
         "groups": groups,
-        "state": {n: optimizer.state[p] for n, p in zip(_names_of(params, names, key), params, strict=True)},
+        "state": {n: state[p] for n, p in zip(_names_of(params, names, key), params, strict=True) if p in state},
     }
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with its single numbers as such: a learning rate kept in a tensor has no name that all ranks share."""
+    return {k: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in group.items()}
 
 
 def kind_of(value: Any) -> Kind:
@@ -117,10 +168,8 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def collect(
-    state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int, world_size: int
-) -> tuple[list[Block], dict[str, Any], Any]:
-    """This rank's blocks to write, the JSON values common to all ranks, and those of this rank.
+def collect(state: Mapping[str, Any], rank_state: Mapping[str, Any], rank: int) -> Collected:
+    """What this rank holds of ``state``, and its own ``rank_state``.
 
     Raises:
         CheckpointError: something that cannot be stored.
@@ -139,14 +188,13 @@ def collect(
         values[key] = tree.encode(content, key, tensors)
         for name, t in tensors.items():
             found = block(name, kind_of(value), t)
-            if found.writer is None and not _equal_on_all_ranks(value, t):
-                found = replace(found, writer=rank == 0)
+            if found.held == "equal" and not _equal_on_all_ranks(value, t):
+                found = replace(found, held="first")
             blocks.append(found)
     own: dict[str, torch.Tensor] = {}
     # Rank-unique names: one name for all would keep one rank's random numbers for everybody.
     own_values = tree.encode(rank_state, f"rank-{rank}", own)
-    private = [block(name, "other", t) for name, t in own.items()]
-    return [*_mine(blocks, rank, world_size), *private], values, own_values
+    return Collected(blocks, values, [block(name, "other", t) for name, t in own.items()], own_values)
 
 
 def _equal_on_all_ranks(owner: Any, tensor: torch.Tensor) -> bool:
@@ -154,14 +202,3 @@ def _equal_on_all_ranks(owner: Any, tensor: torch.Tensor) -> bool:
         # Not its buffers: DDP sends rank 0's to the others at the next forward, and until then the others' are stale.
         return isinstance(tensor, nn.Parameter)
     return isinstance(owner, torch.optim.Optimizer)
-
-
-def _mine(blocks: list[Block], rank: int, world_size: int) -> list[Block]:
-    """The blocks that this rank writes: its shards, and a fair share of what is replicated (by bytes)."""
-    load = [0] * world_size
-    owner: dict[str, int] = {}
-    replicated = [b for b in blocks if b.writer is None]
-    for b in sorted(replicated, key=lambda b: (-b.local.nbytes, b.name)):
-        owner[b.name] = min(range(world_size), key=load.__getitem__)
-        load[owner[b.name]] += b.local.nbytes
-    return [b for b in blocks if (owner[b.name] == rank if b.writer is None else b.writer)]

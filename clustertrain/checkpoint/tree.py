@@ -72,6 +72,11 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     return {k: decode(v, tensor) for k, v in value.items()}
 
 
+def is_plain_map(value: Any) -> bool:
+    """Whether an encoded value is a mapping with strings for keys, no tagged leaf."""
+    return isinstance(value, dict) and not _TAGS & value.keys()
+
+
 def tensor_names(value: Any) -> set[str]:
     """The names of all tensors that an encoded tree refers to."""
     if isinstance(value, list):

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 import torch.distributed as dist
 
 from clustertrain import fsio
 from clustertrain.checkpoint import offline
+from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -31,26 +33,36 @@ SEQ_LEN = 16
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
+def layout_of(strategy: str | Layout, ranks: int) -> Layout:
+    if isinstance(strategy, Layout):
+        return strategy
+    shards = ranks if strategy == "fsdp" else 1
+    return Layout(strategy=strategy, dp_replicate=ranks // shards, dp_shard=shards)  # type: ignore[arg-type]
+
+
 def write_plan(
-    run: RunDir, strategy: str, ranks: int, *, global_batch: int = 16, micro_batch: int = 1, precision: str = "fp32"
+    run: RunDir,
+    strategy: str | Layout,
+    ranks: int,
+    *,
+    global_batch: int = 16,
+    micro_batch: int = 1,
+    precision: str = "fp32",
 ) -> None:
-    layout = {
-        "strategy": strategy,
-        "dp_replicate": ranks if strategy == "ddp" else 1,
-        "dp_shard": ranks if strategy == "fsdp" else 1,
-    }
+    layout = layout_of(strategy, ranks)
     batch = {
         "micro_batch": micro_batch,
-        "grad_accum": global_batch // ranks // micro_batch,
+        "grad_accum": global_batch // layout.data_parallel // micro_batch,
         "global_batch": global_batch,
         "tokens_per_step": global_batch * SEQ_LEN,
     }
-    fsio.write_json(run.plan, {"layout": layout, "batch": batch, "precision": precision})
+    plan = {"layout": msgspec.to_builtins(layout), "batch": batch, "precision": precision}
+    fsio.write_json(run.plan, plan)
 
 
 def make_run(
     folder: Path,
-    strategy: str,
+    strategy: str | Layout,
     ranks: int,
     *,
     steps: int = 8,

@@ -24,6 +24,7 @@ def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
     ("strategy", "ranks", "kw"),
     [
         ("ddp", 4, {}),
+        ("zero1", 4, {}),
         ("fsdp", 4, {}),
         ("ddp", 8, {"model": {"dim": 64, "layers": 4}, "micro_batch": 2}),
         ("fsdp", 8, {}),
@@ -77,7 +78,15 @@ def die_at(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(("fsdp", 4), ("ddp", 2)), (("ddp", 2), ("fsdp", 3)), (("fsdp", 3), ("fsdp", 4))]
+    ("old", "new"),
+    [
+        (("fsdp", 4), ("ddp", 2)),
+        (("ddp", 2), ("fsdp", 3)),
+        (("fsdp", 3), ("fsdp", 4)),
+        (("zero1", 3), ("ddp", 4)),
+        (("zero1", 2), ("fsdp", 2)),
+        (("fsdp", 2), ("zero1", 3)),
+    ],
 )
 def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: tuple[str, int], new: tuple[str, int]) -> None:
     run = make_run(tmp_path / "run", *old, steps=4, every=2, global_batch=24)

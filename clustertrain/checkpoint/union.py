@@ -1,0 +1,109 @@
+"""What the ranks hold together: one tree of values, and for each tensor who writes it.
+
+Ranks that hold the same things are of one kind, and the first of them speaks for all: a job of a thousand replicas or
+shards has one kind, a pipeline one a stage, ZeRO-1 one a rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clustertrain.checkpoint import tree
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manifest import checksum
+from clustertrain.checkpoint.state import Block, Collected
+
+
+@dataclass(frozen=True)
+class Share:
+    """The blocks that this rank writes, and on rank 0 the values of all ranks."""
+
+    blocks: list[Block]
+    values: dict[str, Any]
+
+
+def agree(ranks: Ranks, collected: Collected, optimizers: Iterable[str]) -> Share:
+    """Collective. ``optimizers`` are the keys of the state that are optimizers."""
+    held = _held(collected.blocks)
+    told = {"held": held, "values": collected.values}
+    mine = checksum(json.dumps(told, sort_keys=True).encode())
+    marks: list[str] = ranks.broadcast(ranks.gather(mine))
+    kinds = {mark: [r for r, m in enumerate(marks) if m == mark] for mark in dict.fromkeys(marks)}
+    everybody = [told]
+    if len(kinds) > 1:
+        first = kinds[mine][0] == ranks.rank
+        everybody = [t for t in ranks.gather(told if first else None) if t is not None]
+    values, chosen = collected.values, {}
+    if ranks.rank == 0:
+        values = merge_values([t["values"] for t in everybody], optimizers)
+        chosen = writers([t["held"] for t in everybody], list(kinds.values()))
+    chosen = ranks.broadcast(chosen)
+    blocks = [b for b in collected.blocks if not b.replica and chosen[b.name] == _writes_as(b, ranks.rank)]
+    return Share([*blocks, *collected.private], values)
+
+
+def _writes_as(block: Block, rank: int) -> int:
+    return block.root if block.held == "shard" else rank
+
+
+def _held(blocks: Iterable[Block]) -> dict[str, list[Any]]:
+    """What tells how a tensor is held: the root of its mesh, or its size."""
+    return {b.name: [b.held, b.root if b.held == "shard" else b.local.nbytes] for b in blocks}
+
+
+def writers(held: Sequence[Mapping[str, Sequence[Any]]], members: Sequence[Sequence[int]]) -> dict[str, int]:
+    """By name the rank that writes a tensor, for shards the lowest rank of the mesh that does.
+
+    Equal copies are shared out by size over all ranks that have them. Of shards on two meshes (the embedding that the
+    first and the last stage have in common) only one mesh's are written.
+
+    Args:
+        held: of each kind, ("shard", root) or ("equal" or "first", bytes) by name.
+        members: the ranks of each kind.
+    """
+    chosen: dict[str, int] = {}
+    equal: dict[str, tuple[int, list[int]]] = {}
+    for tensors, ranks in zip(held, members, strict=True):
+        for name, (how, number) in tensors.items():
+            if how == "equal":
+                equal[name] = (number, equal.get(name, (0, []))[1] + list(ranks))
+            else:
+                root = number if how == "shard" else ranks[0]
+                chosen[name] = min(root, chosen.get(name, root))
+    load = dict.fromkeys((r for ranks in members for r in ranks), 0)
+    for name, (size, holders) in sorted(equal.items(), key=lambda item: (-item[1][0], item[0])):
+        chosen[name] = min(holders, key=lambda r: (load[r], r))
+        load[chosen[name]] += size
+    return chosen
+
+
+def merge_values(trees: Sequence[Mapping[str, Any]], optimizers: Iterable[str]) -> dict[str, Any]:
+    """One tree of all; where two have another value in the same place, the earlier one's stays."""
+    merged: dict[str, Any] = {}
+    for each in trees:
+        merged = _merge(merged, each)
+    for key in optimizers:
+        merged[key] = {**merged[key], "groups": merge_groups(g for t in trees for g in t[key]["groups"])}
+    return merged
+
+
+def _merge(a: Any, b: Any) -> Any:
+    if not (tree.is_plain_map(a) and tree.is_plain_map(b)):
+        return a
+    return {**{k: _merge(v, b[k]) if k in b else v for k, v in a.items()}, **{k: b[k] for k in b.keys() - a.keys()}}
+
+
+def merge_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of several ranks as groups of the whole: those with the same options are one, the names in it
+    are sorted, and so are the groups by them, so that the layout cannot be told from it."""
+    members: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for group in groups:
+        options = json.dumps({k: v for k, v in group.items() if k != "params"}, sort_keys=True)
+        members.setdefault(options, []).extend(n for n in group["params"] if n not in seen)
+        seen.update(group["params"])
+    merged = [{**json.loads(options), "params": sorted(set(names))} for options, names in members.items() if names]
+    return sorted(merged, key=lambda g: str(g["params"][0]))
