@@ -16,7 +16,7 @@ ASK_S = 2.0
 # What a person wants to hear of; the rest is in the files.
 _LINES = {
     "started": "attempt {n}: started on {nodes}",
-    "session_started": "attempt {n}: {world_size} ranks meet ({strategy}, {device})",
+    "session_started": "attempt {n}: {world_size} ranks meet ({layout}, {device})",
     "restored": "attempt {n}: resumed from the checkpoint of step {step}",
     "signal": "attempt {n}: asked to stop ({source})",
     "stop_agreed": "attempt {n}: all ranks stop at step {step}",

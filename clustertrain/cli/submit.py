@@ -16,15 +16,22 @@ if TYPE_CHECKING:
 
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.plan.planner import Plan
+    from clustertrain.run.folder import RunDir
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
+_LAYOUTS = ["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
 
 # Options of the job by their names in JobSpec. Only what was given reaches the request: profile and recipe hold else.
 _JOB_OPTIONS = (
     click.option("--nodes", type=_POSITIVE, metavar="N", help="Nodes."),
     click.option("--gpus", type=_POSITIVE, metavar="G", help="GPUs a node; on device cpu the ranks a node."),
-    click.option("--layout", type=click.Choice(["auto", "ddp", "fsdp"]), help="How the ranks share the work."),
+    click.option("--layout", type=click.Choice(_LAYOUTS), help="What the data-parallel ranks share."),
+    click.option("--tp", type=_POSITIVE, metavar="N", help="Tensor parallel: ranks that share each layer."),
+    click.option("--pp", type=_POSITIVE, metavar="N", help="Pipeline: ranks that each have some of the layers."),
+    click.option("--cp", type=_POSITIVE, metavar="N", help="Context parallel: ranks that share each sequence."),
+    click.option("--dp-replicate", type=_POSITIVE, metavar="N", help="Replicas; default: what the others leave."),
+    click.option("--dp-shard", type=_POSITIVE, metavar="N", help="Ranks that share a replica; default as above."),
     click.option("--backend", type=click.Choice(["auto", "slurm", "local"]), help="auto: Slurm where sbatch answers."),
     click.option("--cluster", metavar="PROFILE", help="Cluster profile; default $CLUSTERTRAIN_CLUSTER."),
     click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what the backend has."),
@@ -118,12 +125,13 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     if wait and follow:
         raise UsageError("--wait and --follow: choose one, --follow waits too")
     request = _request(options)
+    unsure = _check_script(request)
     if dry_run:
-        return _dry_run(request, as_json)
+        return _dry_run(request, as_json, unsure)
     from clustertrain.launch.submit import submit as transaction
 
     done = transaction(request)
-    for note in done.notes:
+    for note in (*_warnings(done.run), *unsure, *done.notes):
         click.echo(f"note: {note}", err=True)
     if as_json:
         shown = {"run": done.run.id, "job_id": done.job_id, "backend": done.backend, "state": done.state}
@@ -141,11 +149,30 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     return 0
 
 
-def _dry_run(request: SubmitRequest, as_json: bool) -> int:
+def _check_script(request: SubmitRequest) -> list[str]:
+    """Refuses a script that cannot drive its plan; returns a note where that cannot be told from its text."""
+    if not request.target or request.target.endswith(".toml"):
+        return []
+    from clustertrain.launch.request import prepare
+    from clustertrain.plan import script
+
+    prepared = prepare(request)
+    source = (request.cwd / request.target).read_text(encoding="utf-8", errors="replace")
+    note = script.check(prepared.plan.layout, prepared.plan.precision, source, request.target)
+    return [note] if note else []
+
+
+def _warnings(run: RunDir) -> list[str]:
+    from clustertrain import fsio
+
+    return list((fsio.read_json(run.plan) or {}).get("warnings", ()))
+
+
+def _dry_run(request: SubmitRequest, as_json: bool, unsure: list[str]) -> int:
     from clustertrain.launch.submit import dry_run
 
     made = dry_run(request)
-    for line in (*made.plan.reasons, *made.notes):
+    for line in (*made.plan.reasons, *unsure, *made.notes):
         click.echo(line, err=True)
     if as_json:
         print_json({"script": made.script, "plan": made.plan})
@@ -161,7 +188,10 @@ def plan(**options: Any) -> int:
     as_json = options["as_json"]
     from clustertrain.launch.request import prepare
 
-    prepared = prepare(_request(options))
+    request = _request(options)
+    for note in _check_script(request):
+        click.echo(f"note: {note}", err=True)
+    prepared = prepare(request)
     if as_json:
         print_json(prepared.plan)
         return 0
@@ -198,7 +228,9 @@ def _rows(rows: list[tuple[str, str]]) -> RenderableType:
 def _summary(chosen: Plan) -> list[tuple[str, str]]:
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
     ranks = f"{chosen.world_size} ranks = {chosen.nodes} nodes x {chosen.gpus_per_node}"
-    rows = [("layout", f"{layout.strategy} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
+    rows = [("layout", f"{layout.words()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
+    if layout.model_parallel or layout.strategy == "hybrid-shard":
+        rows.append(("mesh", f"{layout.product()}, neighbours last"))
     if batch.global_batch:
         split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
         rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Batch
 
 
-def _nearest(value: int, unit: int) -> str:
+def nearest(value: int, unit: int) -> str:
     """The multiples of ``unit`` around ``value``, in words."""
     low, high = value // unit * unit, -(-value // unit) * unit
     return f"{low} or {high}" if low else str(high)
@@ -46,7 +47,7 @@ def per_rank(global_batch: int, data_parallel: int) -> int:
         raise ConfigError(
             f"train.global_batch = {global_batch} does not divide over {data_parallel} data-parallel ranks: "
             f"{global_batch} / {data_parallel} = {global_batch / data_parallel:g}",
-            fix=f"use a global batch of {_nearest(global_batch, data_parallel)}, "
+            fix=f"use a global batch of {nearest(global_batch, data_parallel)}, "
             f"or a number of ranks that divides {global_batch}",
         )
     return global_batch // data_parallel
@@ -61,30 +62,61 @@ def check_divides(global_batch: int, data_parallel: int, micro_batch: int | None
             f"train.global_batch = {global_batch} does not divide into micro-batches of {micro_batch} on "
             f"{data_parallel} data-parallel ranks: {global_batch} / ({micro_batch} x {data_parallel}) = "
             f"{global_batch / unit:g}",
-            fix=f"use a global batch of {_nearest(global_batch, unit)}, a micro_batch that divides {share}, "
+            fix=f"use a global batch of {nearest(global_batch, unit)}, a micro_batch that divides {share}, "
             "or micro_batch = 0 (the plan chooses)",
         )
 
 
 def split(
-    global_batch: int, data_parallel: int, seq_len: int, *, micro_batch: int = 0, fits: Callable[[int], bool]
+    global_batch: int,
+    data_parallel: int,
+    seq_len: int,
+    *,
+    micro_batch: int = 0,
+    fits: Callable[[int], bool],
+    why_not: Callable[[int], str] = lambda micro_batches: "",
+    enough: int = 1,
 ) -> Batch:
     """Split the global batch over the ranks.
 
-    ``micro_batch`` 0 takes the largest one that divides and for which ``fits`` is true, or 1 when none is: fewer and
-    larger passes keep the device busier. The result never changes what is learned, only how it is computed.
+    ``micro_batch`` 0 takes the largest one that divides, for which ``fits`` is true and of which there are ``enough``,
+    else the smallest: fewer and larger passes keep the device busier. The result never changes what is learned, only
+    how it is computed.
+
+    Args:
+        why_not: says of a number of micro-batches why the pipeline's schedule does not run it, or nothing.
 
     Raises:
-        ConfigError: the numbers do not divide; shows the arithmetic and the nearest values that do.
+        ConfigError: the numbers do not divide, or make a number of micro-batches that the schedule does not run; shows
+            the arithmetic and the nearest values that do.
     """
     check_divides(global_batch, data_parallel, micro_batch)
     share = global_batch // data_parallel
-    micro = micro_batch or next((m for m in divisors(share) if fits(m)), 1)
+    possible = [m for m in divisors(share) if not why_not(share // m)]
+    if not possible or (micro_batch and micro_batch not in possible):
+        raise _not_run(global_batch, data_parallel, micro_batch, possible, why_not)
+    micro = micro_batch or next((m for m in possible if share // m >= enough and fits(m)), possible[-1])
     return Batch(
         micro_batch=micro,
         grad_accum=share // micro,
         global_batch=global_batch,
         tokens_per_step=global_batch * seq_len,
+    )
+
+
+def _not_run(
+    global_batch: int, data_parallel: int, micro_batch: int, possible: list[int], why_not: Callable[[int], str]
+) -> ConfigError:
+    share = global_batch // data_parallel
+    micro = micro_batch or 1
+    larger = next(n for n in itertools.count(share // micro) if not why_not(n)) * micro * data_parallel
+    fixes = [f"train.micro_batch = {' or '.join(map(str, possible))}"] if possible else []
+    return ConfigError(
+        f"train.global_batch = {global_batch} over {data_parallel} data-parallel ranks makes {share // micro} "
+        f"micro-batches of {micro} a step: {why_not(share // micro)}",
+        fix=", ".join(
+            ["use " + " or ".join([*fixes, f"a global batch of {larger}"]), "or parallel.schedule = 'gpipe'"]
+        ),
     )
 
 

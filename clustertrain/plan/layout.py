@@ -86,6 +86,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         at = self.coordinates(rank)
         return at.dp_replicate * self.dp_shard + at.dp_shard
 
+    def product(self) -> str:
+        """The degrees above one, outermost first: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
+        degrees = [f"{name} {n}" for name in Coordinates._fields if (n := getattr(self, name)) > 1]
+        return f"{self.world_size} ranks = {' x '.join(degrees) or '1'}"
+
     def words(self) -> str:
         """For people: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
         strategy: str = self.strategy
@@ -122,10 +127,10 @@ def data_degrees(
         ConfigError: the degrees do not multiply to the world size, or the strategy has no use for one of them.
     """
     model = tp * cp * pp
-    product = f"tp {tp} x cp {cp} x pp {pp} = {model}"
+    product = f"tp {tp} x cp {cp} x pp {pp}"
     if world % model:
         raise ConfigError(
-            f"{product} does not divide the {world} ranks: {world} / {model} = {world / model:g}",
+            f"{product} = {model} does not divide the {world} ranks: {world} / {model} = {world / model:g}",
             fix="choose degrees whose product divides the world size, or other --nodes and --gpus",
         )
     data = world // model
@@ -133,14 +138,14 @@ def data_degrees(
         replicate, shard = dp_replicate or data, dp_shard or 1
     elif strategy == "hybrid-shard":
         in_node = max(1, gpus_per_node // (tp * cp))
-        shard = dp_shard or (data // dp_replicate if dp_replicate else min(data, in_node))
-        replicate = dp_replicate or data // max(1, shard)
+        shard = dp_shard or (max(1, data // dp_replicate) if dp_replicate else min(data, in_node))
+        replicate = dp_replicate or max(1, data // max(1, shard))
     else:
-        replicate, shard = dp_replicate or 1, dp_shard or data // max(1, dp_replicate or 1)
+        replicate, shard = dp_replicate or 1, dp_shard or max(1, data // max(1, dp_replicate))
     if replicate * shard != data:
         raise ConfigError(
-            f"dp_replicate {replicate} x dp_shard {shard} x {product} makes {replicate * shard * model} ranks, and "
-            f"there are {world}",
+            f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model}, and there are "
+            f"{world} ranks",
             fix=f"dp_replicate x dp_shard must be {world} / {model} = {data}",
         )
     _check_use(strategy, replicate, shard, world, gpus_per_node)

@@ -1,18 +1,14 @@
-"""Bytes a rank needs, from the shapes of the model. First version: formulas, nothing measured on the cluster.
+"""Bytes a rank needs, from the shapes of the model: formulas, nothing measured on the cluster.
 
 Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
-PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1); activations counted the way of Korthikanti et al. (arXiv
-2205.05198, section 4), for the built-in decoder. On the CPU the count is compared with the tensors that autograd really
-keeps, in tests/ranks/test_plan_memory_counted.py; on CUDA it differs by the fused norm and attention, from their code.
+PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in :mod:`clustertrain.plan.activations`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import msgspec
 
+from clustertrain.plan.activations import Part, Pass, activation_bytes, logits_bytes, parts
 from clustertrain.plan.layout import Layout
 from clustertrain.spec.recipe import ModelSpec
 
@@ -41,86 +37,21 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward and backward pass of a rank, and how often it is repeated before the optimizer's step.
-
-    ``autocast``: weights and residual stream stay fp32 and every linear layer casts its input; without it ``bf16``
-    casts the parameters themselves (FSDP's mixed precision).
-    """
-
-    seq_len: int
-    micro_batch: int
-    grad_accum: int = 1
-    compute: Literal["fp32", "bf16"] = "fp32"
-    autocast: bool = False
-    device: str = "cpu"
-
-    @property
-    def compute_bytes(self) -> int:
-        return 2 if self.compute == "bf16" else 4
-
-    @property
-    def residual_bytes(self) -> int:
-        return 4 if self.autocast else self.compute_bytes
-
-
-def activation_bytes(model: ModelSpec, run: Pass) -> int:
-    """What autograd keeps of one micro-batch between forward and backward, without the logits.
-
-    Per token and block: each of two norms its input (on the CPU, where it is not fused, two fp32 tensors) and its
-    output once for all linear layers that share it (under autocast once for each of the five); queries, keys, values
-    and attention's output (on the CPU also as a contiguous copy); gate, up, their activation and product; the softmax
-    statistics; with dropout the masks of both branches.
-    """
-    cpu = run.device == "cpu"
-    size = run.compute_bytes
-    norm = 2 * 4 * model.dim if cpu else run.residual_bytes * model.dim
-    kv = model.kv_heads * (model.dim // model.heads)
-    linear_inputs = 5 if run.autocast else 2
-    attention = (3 if cpu else 2) * model.dim + 2 * kv
-    mask = model.dim * (size if cpu else 1) if model.dropout else 0
-    statistics = 4 * (model.heads + 2)
-    block = 2 * (norm + mask) + size * (linear_inputs * model.dim + attention + 4 * model.hidden) + statistics
-    embedding_mask = model.dim * (run.residual_bytes if cpu else 1) if model.dropout else 0
-    ends = norm + size * model.dim + embedding_mask
-    return run.micro_batch * run.seq_len * (model.layers * block + ends)
-
-
-def logits_bytes(model: ModelSpec, run: Pass) -> int:
-    """At the start of the backward pass: the logits in the compute type, and in fp32 their log-softmax and the
-    gradients of the loss before and behind it."""
-    return run.micro_batch * run.seq_len * model.vocab_size * (run.compute_bytes + 12)
-
-
-def _root_parameters(model: ModelSpec) -> int:
-    """What is in no block: embeddings, head, last norm."""
-    return model.vocab_size * model.dim * (1 if model.tie_embeddings else 2) + model.dim
-
-
-def _gathered_bytes(model: ModelSpec, run: Pass) -> tuple[int, int]:
-    """Whole parameters and whole gradients that a sharded rank holds at its peak: embeddings and head for the length
-    of a pass, of the blocks the running and the prefetched one; gradients are reduced from an fp32 copy, and without
-    reduction between micro-batches they are kept whole, in fp32, for all parameters."""
-    root = _root_parameters(model)
-    block = (model.parameters() - root) // model.layers
-    params = (root + 2 * block) * run.compute_bytes
-    if run.grad_accum > 1:
-        return params, model.parameters() * GRAD_BYTES + max(root, block) * GRAD_BYTES
-    return params, (root + block) * run.compute_bytes + max(root, block) * GRAD_BYTES
-
-
 def of_rank(model: ModelSpec, layout: Layout, run: Pass, capacity_gib: float | None) -> Memory:
-    """The estimate for one rank of ``layout``; ``fits`` means peak <= 80 % of ``capacity_gib``."""
-    held = -(-model.parameters() // (layout.dp_shard if layout.strategy == "fsdp" else 1))
-    params, grads = held * WEIGHT_BYTES, held * GRAD_BYTES
-    if layout.strategy == "fsdp":
-        more_params, more_grads = _gathered_bytes(model, run)
-        params, grads = params + more_params, grads + more_grads
-    elif run.autocast:
-        params += held * run.compute_bytes  # the casts of the weights live as long as the graph
-    optimizer = held * OPTIMIZER_BYTES
-    activations, logits = activation_bytes(model, run), logits_bytes(model, run)
+    """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= 80 % of ``capacity_gib``.
+
+    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits.
+    """
+    found = [_of_part(model, layout, run, part, capacity_gib) for part in parts(model, layout, run.grad_accum)]
+    return max(found, key=lambda memory: memory.peak_gib or 0.0)
+
+
+def _of_part(model: ModelSpec, layout: Layout, run: Pass, part: Part, capacity_gib: float | None) -> Memory:
+    params, grads, optimizer = _states(model, layout, run, part)
+    activations = activation_bytes(model, run, layout, part)
+    # GPipe does all forward passes first and so has the logits of all micro-batches.
+    waiting = part.in_flight if layout.schedule == "gpipe" else 1.0
+    logits = round(logits_bytes(model, run, layout) * waiting) if part.head else 0
     overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
     peak = params + grads + optimizer + activations + logits + overhead
     return Memory(
@@ -134,3 +65,52 @@ def of_rank(model: ModelSpec, layout: Layout, run: Pass, capacity_gib: float | N
         capacity_gib=capacity_gib,
         fits=None if capacity_gib is None else peak / GIB <= SAFE_FRACTION * capacity_gib,
     )
+
+
+def _states(model: ModelSpec, layout: Layout, run: Pass, part: Part) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state on the device."""
+    block, ends = _block_parameters(model, layout.tp), _end_parameters(model, layout, part)
+    own = part.blocks * block + ends
+    # Ranks that share a sequence share its parameters too.
+    held = -(-own // (layout.dp_shard * layout.cp if layout.sharded else 1))
+    on_device = 0 if layout.offload else held
+    params, grads, optimizer = on_device * WEIGHT_BYTES, on_device * GRAD_BYTES, on_device * OPTIMIZER_BYTES
+    if layout.fully_sharded:
+        more_params, more_grads = _gathered_bytes(part.blocks, block, ends, layout, run)
+        return params + more_params, grads + more_grads, optimizer
+    if layout.zero1:
+        # Whole parameters are dealt out, so no rank gets by with less than the largest one.
+        largest = max(model.vocab_size * model.dim, model.dim * model.hidden)
+        optimizer = max(-(-held // layout.dp_replicate), largest) * OPTIMIZER_BYTES
+    if run.autocast:
+        # The casts of the weights live as long as the graph of their micro-batch, or are redone block by block.
+        cast = own if layout.activation_checkpointing == "none" else block + ends
+        return params + cast * run.compute_bytes * part.in_flight, grads, optimizer
+    return params, grads, optimizer
+
+
+def _block_parameters(model: ModelSpec, tp: int) -> int:
+    """Of one block on one rank: tensor parallel divides the matrices and repeats the norms."""
+    norms = 2 * model.dim
+    return (model.block_parameters() - norms) // tp + norms
+
+
+def _end_parameters(model: ModelSpec, layout: Layout, part: Part) -> int:
+    """What is in no block: embeddings, head, last norm. Tied embeddings are one matrix where they are in one stage."""
+    tables = part.embedding + part.head - (model.tie_embeddings and layout.pp == 1)
+    return tables * model.vocab_size * model.dim // layout.tp + (model.dim if part.head else 0)
+
+
+def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass) -> tuple[int, int]:
+    """Whole parameters and whole gradients that a sharded rank holds at its peak.
+
+    Embeddings and head are whole for the length of a pass; of the blocks the running and the prefetched one, or all
+    where they stay gathered until the backward pass. Gradients are reduced from an fp32 copy, and without reduction
+    between micro-batches they are kept whole, in fp32, for all parameters.
+    """
+    gathered = min(blocks, 2) if layout.reshard_after_forward else blocks
+    params = (ends + gathered * block) * run.compute_bytes
+    reduced = max(ends, block) * GRAD_BYTES
+    if run.grad_accum > 1 and run.parallel.defer_reduction:
+        return params, (ends + blocks * block) * GRAD_BYTES + reduced
+    return params, (ends + block) * run.compute_bytes + reduced

@@ -8,11 +8,13 @@ import msgspec
 
 
 class GpuType(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen."""
+    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen. ``fp8``:
+    whether its matrix units multiply 8-bit floating-point numbers."""
 
     name: str
     memory_gib: float
     source: str
+    fp8: bool
     usable_gib: float | None = None
 
     @property
@@ -20,45 +22,51 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
         return self.usable_gib if self.usable_gib is not None else self.memory_gib
 
 
-def _nvidia(name: str, memory_gib: float, sheet: str, usable_gib: float | None = None) -> GpuType:
-    return GpuType(name=name, memory_gib=memory_gib, source=f"NVIDIA {sheet} data sheet", usable_gib=usable_gib)
+# Transformer Engine's support matrix: fp8 from compute capability 8.9 (Ada) on. AMD: from CDNA 3 (MI300) on.
+_FIRST_FP8 = 8.9
+
+
+def _nvidia(name: str, capability: float, memory_gib: float, sheet: str, usable_gib: float | None = None) -> GpuType:
+    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"."""
+    source, fp8 = f"NVIDIA {sheet} data sheet", capability >= _FIRST_FP8
+    return GpuType(name=name, memory_gib=memory_gib, source=source, fp8=fp8, usable_gib=usable_gib)
 
 
 # Vendors' "GB" of HBM and GDDR are binary: an "80 GB" A100 reports 81920 MiB in nvidia-smi. Data-centre cards reserve a
 # little of it; 0.8 of the capacity, which the plan stays below, covers that.
 CATALOGUE: tuple[GpuType, ...] = (
-    _nvidia("p100", 16, "Tesla P100"),
-    _nvidia("v100", 16, "Tesla V100"),
-    _nvidia("v100-32gb", 32, "Tesla V100"),
-    _nvidia("t4", 16, "T4", 15.0),
-    _nvidia("rtx-2080-ti", 11, "GeForce RTX 2080 Ti"),
-    _nvidia("rtx-3090", 24, "GeForce RTX 3090"),
-    _nvidia("rtx-4090", 24, "GeForce RTX 4090"),
-    _nvidia("rtx-5090", 32, "GeForce RTX 5090"),
-    _nvidia("rtx-6000", 24, "Quadro RTX 6000"),
-    _nvidia("rtx-8000", 48, "Quadro RTX 8000"),
-    _nvidia("a10", 24, "A10", 22.5),
-    _nvidia("a16", 16, "A16"),
-    _nvidia("a30", 24, "A30"),
-    _nvidia("a40", 48, "A40", 45.0),
-    _nvidia("a6000", 48, "RTX A6000"),
-    _nvidia("a100", 40, "A100"),
-    _nvidia("a100-80gb", 80, "A100"),
-    _nvidia("l4", 24, "L4", 22.5),
-    _nvidia("l40", 48, "L40", 45.0),
-    _nvidia("l40s", 48, "L40S", 45.0),
-    _nvidia("h100", 80, "H100"),
-    _nvidia("h100-94gb", 94, "H100 NVL"),
-    _nvidia("h200", 141, "H200", 139.8),
-    _nvidia("gh200", 96, "GH200"),
-    _nvidia("b200", 180, "DGX B200"),
-    _nvidia("gb200", 186, "GB200 NVL72"),
-    _nvidia("b300", 270, "DGX B300"),
-    GpuType(name="mi250", memory_gib=64, source="AMD Instinct MI250 data sheet: 128 GB in two devices"),
-    GpuType(name="mi250x", memory_gib=64, source="AMD Instinct MI250X data sheet: 128 GB in two devices"),
-    GpuType(name="mi300a", memory_gib=128, source="AMD Instinct MI300A data sheet"),
-    GpuType(name="mi300x", memory_gib=192, source="AMD Instinct MI300X data sheet"),
-    GpuType(name="mi325x", memory_gib=256, source="AMD Instinct MI325X data sheet"),
+    _nvidia("p100", 6.0, 16, "Tesla P100"),
+    _nvidia("v100", 7.0, 16, "Tesla V100"),
+    _nvidia("v100-32gb", 7.0, 32, "Tesla V100"),
+    _nvidia("t4", 7.5, 16, "T4", 15.0),
+    _nvidia("rtx-2080-ti", 7.5, 11, "GeForce RTX 2080 Ti"),
+    _nvidia("rtx-3090", 8.6, 24, "GeForce RTX 3090"),
+    _nvidia("rtx-4090", 8.9, 24, "GeForce RTX 4090"),
+    _nvidia("rtx-5090", 12.0, 32, "GeForce RTX 5090"),
+    _nvidia("rtx-6000", 7.5, 24, "Quadro RTX 6000"),
+    _nvidia("rtx-8000", 7.5, 48, "Quadro RTX 8000"),
+    _nvidia("a10", 8.6, 24, "A10", 22.5),
+    _nvidia("a16", 8.6, 16, "A16"),
+    _nvidia("a30", 8.0, 24, "A30"),
+    _nvidia("a40", 8.6, 48, "A40", 45.0),
+    _nvidia("a6000", 8.6, 48, "RTX A6000"),
+    _nvidia("a100", 8.0, 40, "A100"),
+    _nvidia("a100-80gb", 8.0, 80, "A100"),
+    _nvidia("l4", 8.9, 24, "L4", 22.5),
+    _nvidia("l40", 8.9, 48, "L40", 45.0),
+    _nvidia("l40s", 8.9, 48, "L40S", 45.0),
+    _nvidia("h100", 9.0, 80, "H100"),
+    _nvidia("h100-94gb", 9.0, 94, "H100 NVL"),
+    _nvidia("h200", 9.0, 141, "H200", 139.8),
+    _nvidia("gh200", 9.0, 96, "GH200"),
+    _nvidia("b200", 10.0, 180, "DGX B200"),
+    _nvidia("gb200", 10.0, 186, "GB200 NVL72"),
+    _nvidia("b300", 10.3, 270, "DGX B300"),
+    GpuType(name="mi250", memory_gib=64, fp8=False, source="AMD Instinct MI250 data sheet: 128 GB in two devices"),
+    GpuType(name="mi250x", memory_gib=64, fp8=False, source="AMD Instinct MI250X data sheet: 128 GB in two devices"),
+    GpuType(name="mi300a", memory_gib=128, fp8=True, source="AMD Instinct MI300A data sheet"),
+    GpuType(name="mi300x", memory_gib=192, fp8=True, source="AMD Instinct MI300X data sheet"),
+    GpuType(name="mi325x", memory_gib=256, fp8=True, source="AMD Instinct MI325X data sheet"),
 )
 
 _BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}

@@ -44,6 +44,8 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError("prefetch and virtual_stages must be 0 (chosen) or more")
         if self.virtual_stages > 1 and self.schedule in SINGLE_STAGE_SCHEDULES:
             raise ValueError(f"schedule {self.schedule} takes one stage a rank, virtual_stages = {self.virtual_stages}")
+        if self.schedule == "zbv" and self.virtual_stages not in (0, 2):
+            raise ValueError(f"schedule zbv takes two stages a rank, virtual_stages = {self.virtual_stages}")
         if self.async_tp and not self.compile:
             raise ValueError("async_tp needs compile = true")
 

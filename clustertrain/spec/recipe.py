@@ -47,13 +47,16 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Width of the feed-forward layer."""
         return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
 
-    def parameters(self) -> int:
-        """Number of parameters, counted from the shapes."""
+    def block_parameters(self) -> int:
+        """Of one layer: attention, feed-forward and two norms."""
         head = self.dim // self.heads
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head
-        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        return attention + 3 * self.dim * self.hidden + 2 * self.dim
+
+    def parameters(self) -> int:
+        """Number of parameters, counted from the shapes."""
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return self.layers * block + embeddings + self.dim
+        return self.layers * self.block_parameters() + embeddings + self.dim
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -110,6 +110,7 @@ class Session:
             world_size=self.world_size,
             device=self.device.type,
             strategy=context.layout.strategy,
+            layout=context.layout.words(),
             threads=self._threads,
         )
         return self

@@ -1,0 +1,137 @@
+"""What autograd keeps on one rank between forward and backward, for the built-in decoder.
+
+Counted the way of Korthikanti et al. (arXiv 2205.05198, sections 4 and 5). On the CPU the count is compared with the
+tensors that autograd really keeps, in tests/ranks/test_plan_memory_counted.py and tests/unit/plan; on CUDA it differs
+by the fused norm and attention, from their code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from clustertrain.plan import pipeline
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Precision
+
+SINGLE = Layout()
+_HALF = ("bf16", "fp16", "fp8")  # around fp8 matmuls everything is bf16
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of a rank, and how often it is repeated before the optimizer's step.
+
+    ``autocast``: weights and residual stream stay fp32 and every linear layer casts its input; without it a ``compute``
+    of two bytes casts the parameters themselves (FSDP's mixed precision).
+    """
+
+    seq_len: int
+    micro_batch: int
+    grad_accum: int = 1
+    compute: Precision = "fp32"
+    autocast: bool = False
+    device: str = "cpu"
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.compute in _HALF else 4
+
+    @property
+    def residual_bytes(self) -> int:
+        return 4 if self.autocast else self.compute_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the model one rank holds, and of how many micro-batches it keeps the activations."""
+
+    blocks: int
+    embedding: bool = True
+    head: bool = True
+    in_flight: float = 1.0
+
+
+def parts(model: ModelSpec, layout: Layout, micro_batches: int) -> list[Part]:
+    """The ranks that may need most: all the same without a pipeline, else its first and its last one. Blocks are dealt
+    out as evenly as stages allow."""
+    if layout.pp == 1:
+        return [Part(model.layers)]
+    first, last = pipeline.in_flight(layout, micro_batches)
+    blocks = -(-model.layers // pipeline.stages(layout)) * layout.virtual_stages
+    if layout.schedule == "zbv":  # the stages run down the ranks and up again
+        return [Part(blocks, in_flight=first)]
+    return [Part(blocks, head=False, in_flight=first), Part(blocks, embedding=False, in_flight=last)]
+
+
+def _block(model: ModelSpec, run: Pass, layout: Layout) -> float:
+    """Bytes per token of one block.
+
+    Each of two norms keeps its input (on the CPU, where it is not fused, two fp32 tensors) and its output once for all
+    linear layers that share it (under autocast once for each of the five); queries, keys, values and attention's output
+    (on the CPU also as a contiguous copy); gate, up, their activation and product; the softmax statistics; with dropout
+    the masks of both branches.
+
+    Tensor parallel divides what lies inside attention and feed-forward, with sequence parallel also norms and masks.
+    The inputs of the linear layers stay whole: torch keeps the gathered tensor, where Megatron gathers it again
+    (section 4.2.2 of the paper). Context parallel by all-gather keeps keys and values of the whole sequence.
+    """
+    cpu = run.device == "cpu"
+    size, tp = run.compute_bytes, layout.tp
+    along = tp if layout.sequence_parallel else 1
+    norm = 2 * 4 * model.dim if cpu else run.residual_bytes * model.dim
+    mask = model.dim * (size if cpu else 1) if model.dropout else 0
+    linear_inputs = (5 if run.autocast else 2) * model.dim
+    attention = (3 if cpu else 2) * model.dim + 2 * _kv_width(model) * _kv_copies(run, layout)
+    statistics = 4 * (model.heads / tp + 2 / along)
+    return 2 * (norm + mask) / along + size * (linear_inputs + (attention + 4 * model.hidden) / tp) + statistics
+
+
+def _kept_by_block(model: ModelSpec, run: Pass, layout: Layout) -> float:
+    """Bytes per token of one block that stay until its backward pass, under the layout's activation checkpointing:
+    with ``full`` its input alone, with ``selective`` also what its matmuls and its attention have put out."""
+    if layout.activation_checkpointing == "none":
+        return _block(model, run, layout)
+    along = layout.tp if layout.sequence_parallel else 1
+    first = run.residual_bytes * model.dim / along
+    if layout.activation_checkpointing == "full":
+        return first
+    inside = 2 * model.dim + 2 * _kv_width(model) + 2 * model.hidden  # q, attention; k, v; gate, up
+    return first + run.compute_bytes * (inside / layout.tp + 2 * model.dim) + 4 * model.heads / layout.tp
+
+
+def activation_bytes(model: ModelSpec, run: Pass, layout: Layout = SINGLE, part: Part | None = None) -> int:
+    """Without the logits. A block that is redone needs room for all of its own once."""
+    held = part or Part(model.layers)
+    cpu = run.device == "cpu"
+    size = run.compute_bytes
+    along = layout.tp if layout.sequence_parallel else 1
+    kept = held.blocks * _kept_by_block(model, run, layout)
+    if held.embedding and model.dropout:
+        kept += model.dim * (run.residual_bytes if cpu else 1) / along
+    if held.head:
+        kept += (2 * 4 if cpu else run.residual_bytes) * model.dim / along + size * model.dim
+    else:
+        kept += run.residual_bytes * model.dim / along  # what went to the next stage
+    working = _block(model, run, layout) if layout.activation_checkpointing != "none" else 0.0
+    return round(_tokens(run, layout) * (kept * held.in_flight + working))
+
+
+def logits_bytes(model: ModelSpec, run: Pass, layout: Layout = SINGLE) -> int:
+    """At the start of a micro-batch's backward pass: the logits in the compute type, and in fp32 their log-softmax and
+    the gradients of the loss before and behind it."""
+    split = layout.tp if run.parallel.loss_parallel else 1
+    return round(_tokens(run, layout) * model.vocab_size / split * (run.compute_bytes + 12))
+
+
+def _tokens(run: Pass, layout: Layout) -> float:
+    return run.micro_batch * run.seq_len / layout.cp
+
+
+def _kv_width(model: ModelSpec) -> int:
+    return model.kv_heads * (model.dim // model.heads)
+
+
+def _kv_copies(run: Pass, layout: Layout) -> int:
+    return layout.cp if run.parallel.context == "all-gather" else 1

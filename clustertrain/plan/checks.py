@@ -1,0 +1,137 @@
+"""What cannot run, refused with the arithmetic before anything is made."""
+
+from __future__ import annotations
+
+import math
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan import pipeline
+from clustertrain.plan.batch import divisors, nearest
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.hardware import GpuType
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Precision
+
+
+def zero1(tp: int, cp: int, pp: int) -> None:
+    """Raises ConfigError: ZeRO-1 splits the optimizer of whole models only."""
+    used = [f"{name} {degree}" for name, degree in (("tp", tp), ("cp", cp), ("pp", pp)) if degree > 1]
+    if used:
+        raise ConfigError(
+            f"zero1 replicates whole models, and {', '.join(used)} splits them",
+            fix="use --layout fsdp-grad-op or fsdp with it, which split the optimizer state too",
+        )
+
+
+def of_model(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Layout) -> None:
+    """Raises ConfigError where the built-in decoder cannot be split as ``layout`` wants."""
+    _stages(model, parallel, layout)
+    if layout.tp > 1:
+        _tensor(model, layout.tp)
+    _sequence(seq_len, layout)
+
+
+def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
+    stages = pipeline.stages(layout)
+    if layout.pp > 1 and stages > model.layers:
+        a_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        raise ConfigError(
+            f"pp {layout.pp}{a_rank} = {stages} stages, and model.layers = {model.layers}: a stage needs a layer",
+            fix=_fewer_stages(model.layers, layout),
+        )
+    if layout.pp > 1 and parallel.split and len(parallel.split) != stages - 1:
+        raise ConfigError(
+            f"parallel.split names the first modules of {len(parallel.split)} stages after the first, and pp "
+            f"{layout.pp} x virtual_stages {layout.virtual_stages} = {stages} stages have {stages - 1}",
+            fix=f"name {stages - 1} modules, or leave parallel.split out for a balanced split",
+        )
+
+
+def _fewer_stages(layers: int, layout: Layout) -> str:
+    fixes = [f"model.layers of at least {pipeline.stages(layout)}"]
+    if layers // layout.virtual_stages > 1:
+        fixes.insert(0, f"--pp {layers // layout.virtual_stages} or less")
+    if layout.virtual_stages > 1 and layout.pp <= layers:
+        fixes.insert(0, "parallel.schedule = '1f1b' with one stage a rank")
+    return "use " + ", or ".join(fixes)
+
+
+def _tensor(model: ModelSpec, tp: int) -> None:
+    widths = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.ffn_dim": model.hidden,
+        "model.vocab_size": model.vocab_size,
+    }
+    wrong = [f"{name} = {width} ({width} / {tp} = {width / tp:g})" for name, width in widths.items() if width % tp]
+    if wrong:
+        possible = sorted(d for d in divisors(math.gcd(*widths.values())) if d > 1)
+        fix = f"use --tp {' or '.join(map(str, possible))}" if possible else "leave --tp out"
+        raise ConfigError(
+            f"tp {tp} does not divide {', '.join(wrong)}", fix=f"{fix}, or sizes that are multiples of {tp}"
+        )
+
+
+def _sequence(seq_len: int, layout: Layout) -> None:
+    along = layout.tp if layout.sequence_parallel else 1
+    parts = layout.cp * along
+    if seq_len % parts:
+        words = [f"cp {layout.cp}"] * (layout.cp > 1) + [f"tp {along} with sequence parallel"] * (along > 1)
+        raise ConfigError(
+            f"data.seq_len = {seq_len} does not divide into {parts} parts ({' x '.join(words)}): "
+            f"{seq_len} / {parts} = {seq_len / parts:g}",
+            fix=f"use a seq_len of {nearest(seq_len, parts)}"
+            + (", or parallel.sequence_parallel = false" if along > 1 and seq_len % layout.cp == 0 else ""),
+        )
+
+
+def of_device(
+    precision: Precision, parallel: ParallelSpec, layout: Layout, device: str, gpu: GpuType | None
+) -> list[str]:
+    """Notes on what runs, but not well or not certainly.
+
+    Raises:
+        ConfigError: the device lacks what precision or layout need.
+    """
+    if device == "cpu":
+        _only_on_gpus(precision, parallel, layout)
+        if precision == "fp16":
+            return ["precision fp16 on the CPU is for trying it out: matmuls take many times fp32's time"]
+    elif precision == "fp8":
+        if gpu is None:
+            return [
+                "precision fp8 needs GPUs of compute capability 8.9 (Ada, Hopper) or later, or MI300; the type is not "
+                "known here"
+            ]
+        if not gpu.fp8:
+            raise ConfigError(
+                f"precision fp8: the matrix units of {gpu.name} have no 8-bit floating point (NVIDIA: from compute "
+                "capability 8.9 on, AMD: from MI300 on)",
+                fix="use train.precision = 'bf16', or another --gpu-type",
+            )
+    if layout.pp > 1 and parallel.compile and layout.schedule in ("zero-bubble", "zbv"):
+        raise ConfigError(
+            f"parallel.compile with schedule {layout.schedule}: torch cannot take a compiled backward pass apart into "
+            "its input and its weight half",
+            fix="leave one of them out",
+        )
+    return []
+
+
+def _only_on_gpus(precision: Precision, parallel: ParallelSpec, layout: Layout) -> None:
+    for used, what, fix in (
+        (precision == "fp8", "precision fp8: CPUs have no fp8 matmul", "use train.precision = 'bf16' or 'fp32'"),
+        (
+            parallel.async_tp and layout.tp > 1,
+            "parallel.async_tp: it overlaps through memory that GPUs share over NVLink",
+            "leave it out",
+        ),
+        (
+            parallel.context == "ring" and layout.cp > 1,
+            "parallel.context = 'ring': torch has ring attention for GPUs only",
+            "use parallel.context = 'all-gather'",
+        ),
+        (layout.offload, "parallel.offload: there is no GPU memory to relieve", "leave it out"),
+    ):
+        if used:
+            raise ConfigError(f"{what}, and the device is cpu", fix=fix)

@@ -1,0 +1,243 @@
+"""The layout and the batch split of a request, with what spoke for them and against others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from clustertrain.plan import batch as batches
+from clustertrain.plan import checks, crossing, pipeline
+from clustertrain.plan import memory as memories
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, data_degrees
+from clustertrain.plan.memory import SAFE_FRACTION, Memory
+from clustertrain.spec import hardware
+from clustertrain.spec.job import RunSpec
+
+ASSUMED_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
+ASSUMED_CPU_GIB = 4.0  # a rank's share of a host's memory
+_WHY_FSDP_KEEPS = (
+    "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
+    "its own whole until the step ends"
+)
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    strategy: str
+    why: str
+
+
+class Choice:
+    """One decision in the making."""
+
+    def __init__(self, spec: RunSpec, device: str) -> None:
+        self.spec = spec
+        self.device = device
+        self.world = spec.job.nodes * spec.job.gpus
+        self.precision = spec.recipe.train.precision
+        if self.precision == "auto":
+            self.precision = "bf16" if device == "cuda" else "fp32"
+        self.gpu = hardware.find(spec.job.gpu_type) if device == "cuda" else None
+        self.capacity = self.gpu.capacity_gib if self.gpu else None
+        self.assumed = ASSUMED_CPU_GIB if device == "cpu" else ASSUMED_GIB
+        self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
+        self.layout = Layout()
+        self.batch = Batch(micro_batch=0, grad_accum=0, global_batch=0, tokens_per_step=0)
+        self.memory = Memory(capacity_gib=self.capacity)
+        self.reasons: list[str] = []
+        self.warnings: list[str] = []
+        self.rejected: list[Rejected] = []
+
+    def decide(self) -> None:
+        """For the built-in trainer, whose model is known."""
+        wanted, why = self._wanted()
+        if wanted is None:
+            self._by_memory()
+        else:
+            layout = self.layout_of(wanted)
+            self._take(layout, why if layout.strategy == wanted else self._why_single())
+        self._explain_batch()
+        self._explain_layout()
+        if self.memory.fits is False:
+            self.reasons.append(
+                f"does not fit: {self.memory.peak_gib:.1f} GiB a rank, the limit is {self.limit:.1f} GiB "
+                f"({SAFE_FRACTION:.0%} of {self.capacity:g} GiB)"
+            )
+
+    def decide_for_script(self) -> None:
+        wanted, why = self._wanted()
+        self.layout = self.layout_of(wanted or "ddp")
+        if self.layout.strategy == "single":
+            why = self._why_single()
+        elif wanted is None:
+            why = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"
+        self.reasons.append(why)
+        self._explain_layout()
+
+    # -- which strategy
+
+    def _wanted(self) -> tuple[Strategy | None, str]:
+        """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
+        job = self.spec.job
+        if job.layout != "auto":
+            return job.layout, f"{job.layout}: asked for with --layout"
+        if not job.dp_replicate and not job.dp_shard:
+            return None, ""
+        data = self.world // (job.tp * job.cp * job.pp)
+        shard = job.dp_shard or data // job.dp_replicate
+        replicate = job.dp_replicate or data // job.dp_shard
+        strategy: Strategy = "ddp" if shard == 1 else "fsdp" if replicate == 1 else "hybrid-shard"
+        return strategy, f"{strategy}: what --dp-replicate and --dp-shard make of {data} data-parallel ranks"
+
+    def layout_of(self, strategy: Strategy) -> Layout:
+        """The whole layout with ``strategy`` for the data-parallel ranks, checked against model and device.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        job, parallel = self.spec.job, self.spec.recipe.parallel
+        if strategy == "zero1":
+            checks.zero1(job.tp, job.cp, job.pp)
+        replicate, shard = data_degrees(
+            strategy, self.world, job.gpus,
+            tp=job.tp, cp=job.cp, pp=job.pp, dp_replicate=job.dp_replicate, dp_shard=job.dp_shard,
+        )  # fmt: skip
+        # Parameters may be sharded over the ranks that share a sequence, where those are all there are.
+        if replicate * shard == 1 and not (strategy in SHARDED and job.cp > 1):
+            strategy = "single"
+        layout = Layout(
+            strategy=strategy,
+            dp_replicate=replicate,
+            dp_shard=shard,
+            zero1=strategy == "zero1",
+            tp=job.tp,
+            sequence_parallel=parallel.sequence_parallel and job.tp > 1,
+            cp=job.cp,
+            pp=job.pp,
+            schedule=parallel.schedule if job.pp > 1 else None,
+            virtual_stages=parallel.stages_a_rank if job.pp > 1 else 1,
+            activation_checkpointing=parallel.activation_checkpointing,
+            reshard_after_forward=strategy != "fsdp-grad-op" and job.pp == 1,
+        )
+        layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.fully_sharded)
+        if self.spec.script is None:
+            checks.of_model(self.spec.recipe.model, self.spec.recipe.data.seq_len, parallel, layout)
+        return layout
+
+    def _by_memory(self) -> None:
+        replicas = self.layout_of("ddp")
+        if replicas.gradient_ranks == 1:
+            self._take(replicas, self._why_single())
+            return
+        split, need = self._split_and_need(replicas)
+        limit = self._limit_in_words()
+        name = replicas.strategy
+        if need <= self.limit:
+            self._take(replicas, f"{name}: {need:.2f} GiB a rank is within {limit}, and it communicates least")
+            self.rejected.append(
+                Rejected("fsdp", f"not needed: a replica needs {need:.2f} GiB, and sharding sends 3/2 of ddp's volume")
+            )
+            return
+        why = f"a replica needs {need:.2f} GiB a rank at micro_batch {split.micro_batch}, more than {limit}"
+        self.rejected.append(Rejected(name, why))
+        over = replicas.gradient_ranks
+        self._take(self.layout_of("fsdp"), f"fsdp: {why}; shards parameters, gradients and optimizer over {over} ranks")
+
+    def _take(self, layout: Layout, reason: str) -> None:
+        self.layout = layout
+        self.batch, _ = self._split_and_need(layout)
+        self.memory = memories.of_rank(
+            self.spec.recipe.model, layout, self._pass(layout, self.batch.micro_batch), self.capacity
+        )
+        self.reasons.append(reason)
+
+    # -- the numbers
+
+    def _pass(self, layout: Layout, micro_batch: int) -> Pass:
+        half = self.precision in ("bf16", "fp16", "fp8")
+        return Pass(
+            seq_len=self.spec.recipe.data.seq_len,
+            micro_batch=micro_batch,
+            grad_accum=max(1, self._global_batch(layout) // (layout.data_parallel * micro_batch)),
+            compute=self.precision,
+            autocast=half and not layout.fully_sharded,
+            device=self.device,
+            parallel=self.spec.recipe.parallel,
+        )
+
+    def _global_batch(self, layout: Layout) -> int:
+        train = self.spec.recipe.train
+        # Of a pipeline every schedule runs a multiple of its ranks.
+        return train.global_batch or batches.default_global_batch(
+            layout.data_parallel * max(1, train.micro_batch) * layout.pp
+        )
+
+    def _split_and_need(self, layout: Layout) -> tuple[Batch, float]:
+        """The batch split under ``layout`` and the peak in GiB that goes with it."""
+        recipe = self.spec.recipe
+
+        def need(micro_batch: int) -> float:
+            run = self._pass(layout, micro_batch)
+            return memories.of_rank(recipe.model, layout, run, self.capacity).peak_gib or 0.0
+
+        split = batches.split(
+            self._global_batch(layout),
+            layout.data_parallel,
+            recipe.data.seq_len,
+            micro_batch=recipe.train.micro_batch,
+            fits=lambda micro_batch: need(micro_batch) <= self.limit,
+            why_not=lambda micro_batches: pipeline.why_not(layout, micro_batches),
+            enough=pipeline.enough(layout),
+        )
+        return split, need(split.micro_batch)
+
+    # -- the words
+
+    def _why_single(self) -> str:
+        if self.world == 1:
+            return "single: one rank, nothing to share"
+        return f"single: {self._model_degrees()} takes all {self.world} ranks, one data-parallel rank is left"
+
+    def _model_degrees(self) -> str:
+        job = self.spec.job
+        return " x ".join(f"{n} {d}" for n, d in (("tp", job.tp), ("cp", job.cp), ("pp", job.pp)) if d > 1)
+
+    def _explain_batch(self) -> None:
+        train, batch, layout = self.spec.recipe.train, self.batch, self.layout
+        if train.micro_batch:
+            micro = "asked for"
+        elif layout.pp > 1:
+            micro = f"the largest that divides, fits and leaves {pipeline.enough(layout)} micro-batches, else 1"
+        else:
+            micro = "the largest that divides and fits"
+        named = "" if train.global_batch else "; the recipe names no global batch"
+        piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
+        self.reasons.append(
+            f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro}) x grad_accum "
+            f"{batch.grad_accum}{piped} x {layout.data_parallel} data-parallel ranks{named}"
+        )
+
+    def _explain_layout(self) -> None:
+        layout, job, recipe = self.layout, self.spec.job, self.spec.recipe
+        if recipe.train.precision == "auto" and self.spec.script is None:
+            why = (
+                "the matrix units are made for it; weights and optimizer stay fp32"
+                if self.precision == "bf16"
+                else "bf16 is slower on CPUs"
+            )
+            self.reasons.append(f"precision {self.precision}: {why}")
+        if layout.pp > 1 and layout.sharded:
+            self.reasons.append(_WHY_FSDP_KEEPS)
+        work = None
+        if self.spec.script is None:
+            work = crossing.Work(recipe.model, self._pass(layout, self.batch.micro_batch))
+        self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
+        self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
+
+    def _limit_in_words(self) -> str:
+        share = f"{self.limit:.1f} GiB ({SAFE_FRACTION:.0%} of"
+        if self.gpu:
+            return f"{share} the {self.capacity:g} GiB of {self.gpu.name})"
+        if self.device == "cpu":
+            return f"{share} {self.assumed:g} GiB, assumed for a rank on the CPU)"
+        named = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
+        return f"{share} {self.assumed:g} GiB, assumed because {named} is not known; say --gpu-type)"

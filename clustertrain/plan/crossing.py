@@ -1,0 +1,79 @@
+"""Groups of ranks that communicate much and do not lie inside a node: allowed, and said with what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import ModelSpec
+
+# GB/s of one GPU in one direction: NVLink of an H100, and its share of the 400 GB/s of a DGX H100's network (NDR) among
+# eight (stas00/ml-engineering). For an order of magnitude, whatever the cluster has.
+NVLINK_GB_S, NETWORK_GB_S = 450, 50
+_MIB, _GIB = 1024**2, 1024**3
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step; its ``model`` is a script's own business where there is no Work."""
+
+    model: ModelSpec
+    run: Pass
+
+
+def warnings(layout: Layout, nodes: int, gpus: int, device: str, work: Work | None) -> list[str]:
+    """One sentence for each kind of group that crosses a border between nodes, ``gpus`` ranks each."""
+    if nodes == 1:
+        return []
+    found = []
+    inner = layout.tp * layout.cp
+    if layout.tp > 1 and gpus % layout.tp:
+        moved = _tensor_bytes(layout, work) if work else None
+        found.append(f"tp {layout.tp} crosses nodes of {gpus}: {_cost(moved, device, work)}")
+    elif layout.cp > 1 and gpus % inner:
+        moved = _context_bytes(layout, work) if work else None
+        found.append(f"tp {layout.tp} x cp {layout.cp} crosses nodes of {gpus}: {_cost(moved, device, work)}")
+    group = inner * layout.dp_shard
+    if layout.strategy == "hybrid-shard" and group > gpus:
+        found.append(
+            f"hybrid-shard: a shard group of tp {layout.tp} x cp {layout.cp} x dp_shard {layout.dp_shard} = {group} "
+            f"ranks does not fit a node of {gpus}, so parameters are gathered over the network; --dp-shard "
+            f"{max(1, gpus // inner)} would stay inside"
+        )
+    if layout.sharded and gpus % group and group % gpus:
+        found.append(
+            f"the groups of {group} ranks that share parameters do not line up with nodes of {gpus}: some lie across "
+            "a border and the others wait for them"
+        )
+    return found
+
+
+def _tensor_bytes(layout: Layout, work: Work) -> float:
+    """A rank's, of one layer in one step: four all-reduces of the activations a micro-batch (arXiv 1909.08053, section
+    3; with sequence parallel as many bytes), 2 (t - 1) / t of their size each on a ring."""
+    run = work.run
+    activations = run.micro_batch * run.seq_len / layout.cp * work.model.dim * run.compute_bytes
+    return run.grad_accum * 4 * activations * 2 * (layout.tp - 1) / layout.tp
+
+
+def _context_bytes(layout: Layout, work: Work) -> float:
+    """A rank's, of one layer in one step: keys and values of the others in the forward pass, their gradients back."""
+    run, model = work.run, work.model
+    width = 2 * model.kv_heads * (model.dim // model.heads) / layout.tp
+    chunk = run.micro_batch * run.seq_len / layout.cp * width * run.compute_bytes
+    return run.grad_accum * 2 * chunk * (layout.cp - 1)
+
+
+def _cost(moved: float | None, device: str, work: Work | None) -> str:
+    if moved is None or work is None:
+        return "its activations go through the network in every layer; keep the product within a node where you can"
+    size = f"{moved / _GIB:.1f} GiB" if moved >= _GIB else f"{moved / _MIB:.2g} MiB"
+    text = f"{size} of activations a rank, layer and step go through the network"
+    if device == "cpu":
+        return text
+    total = moved * work.model.layers / 1e9
+    return (
+        f"{text}; for {work.model.layers} layers about {total / NETWORK_GB_S:.2g} s a step at {NETWORK_GB_S} GB/s a "
+        f"GPU (DGX H100), over NVLink {total / NVLINK_GB_S:.2g} s"
+    )

@@ -1,0 +1,54 @@
+"""What a pipeline schedule asks of the number of micro-batches, and how many of them a rank holds at a time.
+
+The rules are those that the constructors in ``torch.distributed.pipelining.schedules`` enforce (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from clustertrain.plan.layout import Layout
+
+# Micro-batches for each rank of the pipeline: from 4 on the bubble is negligible (GPipe, arXiv 1811.06965, section
+# 2.3).
+ENOUGH = 4
+
+
+def stages(layout: Layout) -> int:
+    return layout.pp * layout.virtual_stages
+
+
+def why_not(layout: Layout, micro_batches: int) -> str:
+    """Why the schedule does not run ``micro_batches`` a step; empty where it does."""
+    if layout.pp == 1:
+        return ""
+    if layout.schedule == "1f1b" and micro_batches < layout.pp:
+        return f"1f1b needs as many micro-batches as stages, {layout.pp}, and there would be {micro_batches}"
+    if layout.schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, micro_batches // layout.pp)
+        if micro_batches % rounds:
+            return (
+                f"{layout.schedule} runs in {micro_batches} // pp {layout.pp} = {rounds} rounds of equally many "
+                f"micro-batches, {micro_batches} / {rounds} = {micro_batches / rounds:g}"
+            )
+    return ""
+
+
+def enough(layout: Layout) -> int:
+    """From how many micro-batches a step on the pipeline is well filled; 1 without one."""
+    return ENOUGH * layout.pp if layout.pp > 1 else 1
+
+
+def in_flight(layout: Layout, micro_batches: int) -> tuple[float, float]:
+    """Of how many micro-batches the first and the last rank of the pipeline keep the activations at their peak.
+
+    Counted from the forward passes that a schedule does before the first backward. 1F1B and interleaved: arXiv
+    2205.05198, section 4.2.3; zero-bubble and ZBV keep 1F1B's peak on every rank (arXiv 2401.10241, table 1).
+    """
+    p, v = layout.pp, layout.virtual_stages
+    if p == 1:
+        return 1.0, 1.0
+    first, last = {
+        "gpipe": (micro_batches, micro_batches),
+        "1f1b": (p, 1),
+        "interleaved": (p + (p - 1) / v, p - (p - 1) / v),
+    }.get(layout.schedule or "", (p, p))
+    return float(min(first, micro_batches)), float(min(last, micro_batches))

@@ -1,0 +1,73 @@
+"""Whether a script of the user's can drive a layout: a backward() of its own can not drive every one."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
+
+# Libraries that do not call clustertrain. What else is imported may be the user's own, and drive the step.
+_OTHERS = frozenset({
+    "clustertrain", "datasets", "einops", "matplotlib", "numpy", "pandas", "safetensors", "scipy", "tiktoken",
+    "tokenizers", "torch", "torchaudio", "torchvision", "tqdm", "transformers", "wandb", "webdataset",
+})  # fmt: skip
+_DYNAMIC = frozenset({"importlib", "runpy"})
+
+
+def needs_train_step(layout: Layout, precision: str) -> list[str]:
+    """What of the plan only ``session.train_step`` can drive, each with its reason."""
+    return [
+        reason
+        for needed, reason in (
+            (layout.pp > 1, f"pp {layout.pp}: forward and backward of the stages alternate"),
+            (layout.zero1, "zero1: the optimizer is split over the ranks"),
+            (layout.cp > 1, f"cp {layout.cp}: each rank takes its part of every sequence"),
+            (precision == "fp16", "precision fp16: the loss is scaled"),
+        )
+        if needed
+    ]
+
+
+def drives_train_step(source: str) -> bool | None:
+    """Whether the script ``source`` mentions ``.train_step``; None where it cannot be known from this file alone."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # for another version of Python, or not text
+        return None
+    nodes = list(ast.walk(tree))
+    if any(
+        getattr(node, "attr", None) == "train_step" or getattr(node, "value", None) == "train_step" for node in nodes
+    ):
+        return True
+    if any(isinstance(node, ast.Name) and node.id in ("exec", "__import__") for node in nodes):
+        return None
+    return None if _imported(nodes) - (sys.stdlib_module_names - _DYNAMIC) - _OTHERS else False
+
+
+def _imported(nodes: list[ast.AST]) -> set[str]:
+    """Top-level names of the imported modules; an empty one for relative imports."""
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {"" if n.level else n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+def check(layout: Layout, precision: str, source: str, name: str) -> str:
+    """A note where it cannot be told whether the script ``name`` drives the plan; else nothing.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    needs = needs_train_step(layout, precision)
+    drives = drives_train_step(source) if needs else True
+    if drives:
+        return ""
+    why = "; ".join(needs)
+    if drives is None:
+        return f"{name} imports modules of its own, so it is not known whether it calls session.train_step: {why}"
+    raise ConfigError(
+        f"{name} does not call session.train_step, which this plan needs: {why}",
+        fix="make the optimizer with session.optimizer(cls, ...) and call session.train_step(batch, loss_fn) in each "
+        "step, or leave these options out",
+    )
