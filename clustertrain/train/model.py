@@ -41,14 +41,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, table: RotaryTable) -> None:
+    def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
         super().__init__()
         self.head_dim = spec.dim // spec.heads
         self.table = table
         self.q = nn.Linear(spec.dim, spec.heads * self.head_dim, bias=False)
         self.k = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
         self.v = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
-        self.core = SelfAttention()
+        self.core = SelfAttention(causal=causal)
         self.out = nn.Linear(spec.heads * self.head_dim, spec.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, table: RotaryTable) -> None:
+    def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.attention = Attention(spec, table)
+        self.attention = Attention(spec, table, causal=causal)
         self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
         self.ffn = FeedForward(spec)
         # Two, since a mask follows from its layer's name.
@@ -89,6 +89,18 @@ class Block(nn.Module):
         x = x + self.dropout1(self.attention(self.attention_norm(x)), samples)
         out: torch.Tensor = x + self.dropout2(self.ffn(self.ffn_norm(x)), samples)
         return out
+
+
+def initialise(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill the whole parameter ``name`` of a transformer of :class:`Block`: ones for norms, else normal with deviation
+    0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the number
+    of layers."""
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+        return
+    residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * spec.layers) if residual else 0.02
+    tensor.normal_(0.0, deviation, generator=generator)
 
 
 class TiedHead(nn.Module):
@@ -158,11 +170,4 @@ class Decoder(nn.Module):
         return logits
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole parameter ``name``: ones for norms, else normal with deviation 0.02, smaller by the depth for
-        what writes to the residual stream, so that its variance does not grow with the number of layers."""
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-            return
-        residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
-        deviation = 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
-        tensor.normal_(0.0, deviation, generator=generator)
+        initialise(self.spec, name, tensor, generator)
