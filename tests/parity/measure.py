@@ -15,7 +15,7 @@ from clustertrain import clock, fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 from tests.parity import reference
-from tests.parity.cells import DATA, GLOBAL_BATCH, MODEL, MOST_SKIPPED, OPTIMIZERS, SEQ_LEN, STEPS, Cell
+from tests.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MODEL, MOST_SKIPPED, OPTIMIZERS, SEQ_LEN, STEPS, Cell
 from tests.ranks.rank_pool import Ranks
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -62,10 +62,26 @@ def run(cell: Cell, folder: Path) -> Outcome:
     rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
     if [r["step"] for r in rows] != list(range(1, STEPS + 1)):
         return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
+    return _judged(cell, seconds, rows)
+
+
+def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
     skipped = frozenset(r["step"] for r in rows if r["skipped"])
     taken = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
-    loss, norm = reference.compared(taken, cell.policy, cell.optimizer, skipped)
-    return Outcome(cell, seconds, loss, norm, len(skipped))
+    try:
+        wanted = reference.losses_and_norms(cell.policy, cell.optimizer, skipped, cell.micro_batch)
+    except reference.NeedlessSkip as e:
+        return Outcome(cell, seconds, skipped=len(skipped), failure=str(e))
+    loss, norm = reference.apart(taken, wanted)
+    failure = ""
+    if cell.precision != "fp16" and skipped:
+        failure = f"skipped steps {sorted(skipped)} without a loss scale"
+    # bf16's limits are wide enough for fp32 to be within them: that it was bf16 must be seen elsewhere.
+    if cell.precision != "fp32":
+        from_fp32 = reference.apart(taken, reference.losses_and_norms("fp32", cell.optimizer, skipped))
+        if from_fp32[1] <= LIMITS["fp32"].norm:
+            failure = f"computed in fp32: the norm is within {from_fp32[1]:.1e} of fp32's"
+    return Outcome(cell, seconds, loss, norm, len(skipped), failure)
 
 
 def _make_run(cell: Cell, path: Path) -> RunDir:

@@ -12,16 +12,16 @@ with a reference of its own:
   gradient is rounded to bf16 before it is summed in fp32. In one process that is the model called with its parameters
   cast, differentiated with respect to the fp32 ones.
 
-fp16 likewise, with the loss multiplied by 2**16. A step in which that overflows is tried again with half of it: when to
-skip one is the product's decision, and the steps that it skipped are left out here too.
+fp16 likewise, with the loss multiplied by 2**16. A step in which that overflows is tried again with half of it. The
+steps that the product skipped are left out here too, since another trajectory could not be compared; but each must have
+been worth skipping: plain fp16 overflows there as well, micro-batch by micro-batch and at the same scale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,26 +35,48 @@ from tests.parity.cells import DATA, GLOBAL_BATCH, MODEL, OPTIMIZERS, STEPS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = TrainSpec().seed
+FIRST_SCALE = 2.0**16
+
+
+class NeedlessSkip(Exception):
+    """The product threw a step away in which plain fp16 does not overflow."""
 
 
 @cache
 def losses_and_norms(
-    policy: str, optimizer: str, skipped: frozenset[int] = frozenset(), *, backwards: bool = False
+    policy: str,
+    optimizer: str,
+    skipped: frozenset[int] = frozenset(),
+    micro_batch: int = GLOBAL_BATCH,
+    *,
+    backwards: bool = False,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of the steps not in ``skipped``, which counts from 1. ``backwards``: with
-    the samples of each batch in reverse, which changes rounding and nothing else."""
+    """(loss, gradient norm before clipping) of the steps not in ``skipped``, which counts from 1.
+
+    Args:
+        micro_batch: the product's, in samples. Only whether a skipped step overflows depends on it.
+        backwards: with the samples of each batch in reverse, which changes rounding and nothing else.
+
+    Raises:
+        NeedlessSkip: see the class.
+    """
     model = _model()
     spec = OptimSpec(**OPTIMIZERS[optimizer])
     update = _optimizer(model, optimizer, spec)
     data = ByteText(DataSpec(**DATA))
-    found = []
+    found: list[tuple[float, float]] = []
     for step in range(STEPS):
-        if step + 1 in skipped:
-            continue
         places = order.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
         if backwards:
             places.reverse()
         inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))
+        if step + 1 in skipped:
+            # Every skip before this one has halved the product's scale. Twice that scale, for what is at the edge.
+            scale = 2 * FIRST_SCALE / 2 ** (step - len(found))
+            parts = zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
+            if policy.startswith("fp16") and all(_finite(_gradients(model, policy, *p, scale)[1]) for p in parts):
+                raise NeedlessSkip(f"step {step + 1} was skipped, and plain fp16 does not overflow in it")
+            continue
         loss = _backward(model, policy, inputs, targets)
         norm = nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm or math.inf)
         update.step()
@@ -82,18 +104,29 @@ def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimi
 
 def _backward(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Leave the gradient of the mean loss in the parameters and return that loss."""
-    scale = 2.0**16 if policy.startswith("fp16") else 1.0
-    while True:
-        model.zero_grad()
-        loss = F.cross_entropy(_logits(model, policy, inputs).flatten(0, 1).float(), targets.flatten())
-        (loss * scale).backward()
-        grads: list[Any] = [p.grad for p in model.parameters()]
-        if all(bool(g.isfinite().all()) for g in grads):
-            torch._foreach_div_(grads, scale)
-            return loss.item()
+    scale = FIRST_SCALE if policy.startswith("fp16") else 1.0
+    loss, grads = _gradients(model, policy, inputs, targets, scale)
+    while not _finite(grads):
         if scale <= 1.0:
             raise ArithmeticError(f"{policy}: the reference itself overflows")
         scale /= 2
+        loss, grads = _gradients(model, policy, inputs, targets, scale)
+    torch._foreach_div_(grads, scale)
+    return loss
+
+
+def _gradients(
+    model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, scale: float
+) -> tuple[float, list[torch.Tensor]]:
+    """The mean loss, and its gradient times ``scale``, which shares its memory with the parameters' own."""
+    model.zero_grad()
+    loss = F.cross_entropy(_logits(model, policy, inputs).flatten(0, 1).float(), targets.flatten())
+    (loss * scale).backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _finite(grads: list[torch.Tensor]) -> bool:
+    return all(bool(g.isfinite().all()) for g in grads)
 
 
 def _logits(model: Decoder, policy: str, inputs: torch.Tensor) -> torch.Tensor:
@@ -110,20 +143,17 @@ def _logits(model: Decoder, policy: str, inputs: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def compared(
-    rows: Collection[tuple[float, float]], policy: str, optimizer: str, skipped: frozenset[int] = frozenset()
-) -> tuple[float, float]:
-    """The largest relative deviations of (loss, norm) over ``rows``, which are the steps not skipped."""
-    wanted = losses_and_norms(policy, optimizer, skipped)
+def apart(got: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The largest relative deviations of (loss, norm) over all steps."""
     worst = [0.0, 0.0]
-    for got, want in zip(rows, wanted, strict=True):
-        for i in range(2):
-            apart = abs(got[i] - want[i]) / abs(want[i])
+    for pair in zip(got, wanted, strict=True):
+        for i, (a, b) in enumerate(zip(*pair, strict=True)):
+            deviation = abs(a - b) / abs(b)
             # A NaN would lose every comparison and so pass.
-            worst[i] = max(worst[i], apart if math.isfinite(apart) else math.inf)
+            worst[i] = max(worst[i], deviation if math.isfinite(deviation) else math.inf)
     return worst[0], worst[1]
 
 
 def floor(policy: str, optimizer: str) -> tuple[float, float]:
     """How far the reference is from itself when only the order of summation changes: the least to ask of a layout."""
-    return compared(losses_and_norms(policy, optimizer, backwards=True), policy, optimizer)
+    return apart(losses_and_norms(policy, optimizer, backwards=True), losses_and_norms(policy, optimizer))
