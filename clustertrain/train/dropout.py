@@ -63,8 +63,9 @@ def keep(key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, feat
     Each row (sample, position) has a 64-bit hash of its own; an element's is 32 bits of it and of the feature, mixed
     once more by few operations, as they are done on every element.
     """
-    rows = _mixed(_mixed(samples * _STEP + key)[:, None] + positions * _STEP)
-    columns = _mixed((torch.arange(features, device=key.device) + 1) * _STEP)
+    # Sums with what was mixed and no products: inductor folds those of an arange into one number, which overflows.
+    rows = _mixed(_mixed(key + samples)[:, None] + positions)
+    columns = _mixed(key + torch.arange(features, device=key.device))
     hashed = rows.to(torch.int32)[:, :, None] + columns.to(torch.int32)
     for shift, factor in ((15, 0x7FEB352D), (13, 0x846CA68B - (1 << 32))):
         hashed ^= hashed >> shift
@@ -72,11 +73,9 @@ def keep(key: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor, feat
     return hashed >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-# splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. As signed numbers, which wrap.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
 def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), with
+    signed numbers, which wrap as the unsigned ones do."""
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - (1 << 64))
     return x ^ _shifted(x, 31)
