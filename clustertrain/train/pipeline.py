@@ -57,15 +57,15 @@ class Pipeline(nn.Module):
         self.pipeline_stages = nn.ModuleList(parts)
         self._context = context
         self._group = mesh.get_group()
-        self._at: list[Stage] = [part.pipeline_stage for part in parts]
+        self._at = [stages.stage_of(part) for part in parts]
         self.whole_names = self._at[0].whole_names
         self._gives_samples = takes_samples(whole)
         self._copies = self._find_copies()
         self.counted_elsewhere = frozenset(
             id(p) for name, held in self._copies.items() for i, p in held.items() if i != self._at[0].shared[name][0]
         )
-        for part in parts:
-            part.forward = functools.partial(self._forward, part.forward, part.pipeline_stage)  # type: ignore[arg-type]
+        for part, at in zip(parts, self._at, strict=True):
+            part.forward = functools.partial(self._forward, part.forward, at)
             if context.layout.fully_sharded and context.layout.schedule in ("zero-bubble", "zbv"):
                 # They differentiate a stage's inputs and its weights apart, and look the weights up in the module: they
                 # must be the gathered ones of the forward pass. The schedule itself gathers and frees whole stages.
@@ -83,7 +83,7 @@ class Pipeline(nn.Module):
         for part in self.pipeline_stages:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         for part in self.pipeline_stages:
             destination = part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
@@ -127,9 +127,14 @@ class Pipeline(nn.Module):
 
         self._loss = loss
         args, kwargs = self._given([inputs for inputs, _ in micro_batches], samples)
-        with self._loss_context():
-            # A target is told by its number, on the CPU, so that it may be of any structure.
-            self._schedule.step(*args, **kwargs, target=torch.arange(len(micro_batches)), return_outputs=False)
+        # A target is told by its number, on the CPU, so that it may be of any structure.
+        kwargs.update(target=torch.arange(len(micro_batches)), return_outputs=False)
+        try:
+            with self._loss_context():
+                self._schedule.step(*args, **kwargs)
+        except RuntimeError as e:
+            # torch tells of a failed stage in words of its own; what becomes of the run hangs on the failure itself.
+            raise e.__cause__ or e  # noqa: B904
         self._sum_copies()
         zero = torch.zeros(2, dtype=torch.float64, device=self._context.device)
         return sum((counted[i] for i in sorted(counted)), start=zero)

@@ -33,6 +33,13 @@ class Stage:
     shared: dict[str, tuple[int, ...]]
 
 
+def stage_of(part: nn.Module) -> Stage:
+    """What :func:`cut` noted of a part."""
+    at = part.pipeline_stage
+    assert isinstance(at, Stage)
+    return at
+
+
 def units(model: nn.Module) -> list[Unit]:
     """The units of ``model`` in the order of execution.
 

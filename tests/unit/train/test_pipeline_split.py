@@ -1,0 +1,151 @@
+"""How a model is cut into pipeline stages."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import ModelSpec
+from clustertrain.train import stages
+from clustertrain.train.model import Decoder
+
+ONE_BY_ONE = Layout(pp=2, schedule="1f1b")
+
+
+def decoder(**kw: Any) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(ModelSpec(**{"vocab_size": 256, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, **kw}))
+
+
+def names(parts: list[nn.Module]) -> list[set[str]]:
+    return [{n for n, _ in part.named_parameters()} for part in parts]
+
+
+def test_the_dearest_stage_is_as_cheap_as_can_be_and_the_rest_even() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        cost = [draw.choice([0.1, 1, 1, 1, 5]) for _ in range(draw.randint(2, 8))]
+        count = draw.randint(1, len(cost))
+
+        def sums(begins: tuple[int, ...], cost: list[float] = cost) -> list[float]:
+            return [sum(cost[a:b]) for a, b in zip(begins, (*begins[1:], len(cost)), strict=True)]
+
+        cuts = [(0, *c) for c in itertools.combinations(range(1, len(cost)), count - 1)]
+        dearest, squares = min((round(max(sums(c)), 6), sum(x * x for x in sums(c))) for c in cuts)
+        found = sums(tuple(stages.balanced(cost, count)))
+        assert max(found) == pytest.approx(dearest)
+        assert sum(x * x for x in found) == pytest.approx(squares)
+
+
+def test_looking_up_is_nearly_free_and_the_head_is_not() -> None:
+    model = decoder(vocab_size=4096, dim=64)
+    cost = stages.costs(model, stages.units(model))
+    layer = cost[1]
+    assert cost[0] < 0.1 * layer * 4096 / 256
+    assert cost[-1] == pytest.approx(4096 * 64, rel=0.01)
+    tied = decoder(vocab_size=4096, dim=64, tie_embeddings=True)
+    assert stages.costs(tied, stages.units(tied))[-1] == pytest.approx(4096 * 64, rel=0.01)
+
+
+def test_layers_make_room_for_a_large_head() -> None:
+    small = stages.balanced(stages.costs(m := decoder(layers=8), stages.units(m)), 2)
+    large = stages.balanced(stages.costs(m := decoder(layers=8, vocab_size=2048), stages.units(m)), 2)
+    assert small == [0, 5]
+    assert large[1] > small[1]
+
+
+def test_stages_have_the_names_of_the_whole_and_each_parameter_once() -> None:
+    whole = names([decoder()])[0]
+    for layout in (ONE_BY_ONE, *(Layout(pp=2, schedule=s, virtual_stages=2) for s in ("interleaved", "zbv"))):
+        parts = [part for rank in range(2) for part in stages.cut(decoder(), layout, (), rank)]
+        found = names(parts)
+        assert set().union(*found) == whole
+        assert sum(map(len, found)) == len(whole)
+        assert {stages.stage_of(p).index for p in parts} == set(range(len(parts)))
+        assert all(stages.stage_of(p).whole_names == whole for p in parts)
+
+
+def test_zbv_goes_there_and_back() -> None:
+    assert stages.placement(Layout(pp=3, schedule="zbv", virtual_stages=2)) == (0, 1, 2, 2, 1, 0)
+    assert stages.placement(Layout(pp=3, schedule="interleaved", virtual_stages=2)) == (0, 1, 2, 0, 1, 2)
+    parts = stages.cut(decoder(), Layout(pp=2, schedule="zbv", virtual_stages=2), (), 0)
+    assert "embed.weight" in names(parts)[0]
+    assert "head.weight" in names(parts)[1]
+
+
+def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
+    parts = [stages.cut(decoder(tie_embeddings=True), ONE_BY_ONE, (), rank)[0] for rank in range(2)]
+    assert all("embed.weight" in found for found in names(parts))
+    assert all(stages.stage_of(p).shared == {"embed.weight": (0, 1)} for p in parts)
+
+
+def test_the_recipe_may_say_where_stages_begin() -> None:
+    parts = [stages.cut(decoder(), ONE_BY_ONE, ("layers.1",), rank)[0] for rank in range(2)]
+    assert list(parts[0].layers) == ["0"]
+    assert list(parts[1].layers) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("split", "error"),
+    [
+        (("layer.1",), r"no unit 'layer\.1'(.|\n)*layers\.1"),
+        ((), r"5 pipeline stages .* and only 4 units"),
+        (("layers.0",), r"names 1 units, and 5 stages begin at 4"),
+    ],
+)
+def test_a_split_that_cannot_be(split: tuple[str, ...], error: str) -> None:
+    layout = Layout(pp=5, schedule="gpipe")
+    with pytest.raises(ConfigError, match=error):
+        stages.cut(decoder(layers=2 if not split else 8), layout, split, 0)
+
+
+@pytest.mark.parametrize("split", [("layers.2", "layers.1"), ("layers.1", "layers.1"), ("embed", "layers.1")])
+def test_a_split_in_another_order_is_refused(split: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{split[-1] if split[0] != 'embed' else 'embed'}' does not come after"):
+        stages.cut(decoder(), Layout(pp=3, schedule="gpipe"), split, 0)
+
+
+def test_a_sequential_keeps_its_names_and_its_values() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.ones(3, 4)
+    wanted = model(x)
+    torch.manual_seed(0)
+    again = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    first = stages.cut(model, ONE_BY_ONE, ("2",), 0)[0]
+    last = stages.cut(again, ONE_BY_ONE, ("2",), 1)[0]
+    assert names([first, last]) == [{"0.weight", "0.bias"}, {"2.weight", "2.bias", "4.weight", "4.bias"}]
+    assert torch.equal(last(first(x)), wanted)
+
+
+class Own(nn.Module):
+    pipeline_units: ClassVar[Any] = ("a", "b")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_models_that_cannot_be_cut_are_told_why() -> None:
+    with pytest.raises(ConfigError, match=r"Bilinear cannot be cut(.|\n)*pipeline_units"):
+        stages.cut(nn.Bilinear(2, 2, 2), ONE_BY_ONE, (), 0)
+    model = Own()
+    model.pipeline_units = ("a", "c")  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="no module 'c'"):
+        stages.cut(model, ONE_BY_ONE, (), 0)
+    model.pipeline_units = ("a",)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"parameter b\.weight is in no unit"):
+        stages.cut(model, ONE_BY_ONE, (), 0)
+    tied = Own()
+    tied.b.weight = tied.a.weight
+    with pytest.raises(ConfigError, match=r"a\.weight and b\.weight are one parameter"):
+        stages.cut(tied, ONE_BY_ONE, (), 0)
+    with pytest.raises(ConfigError, match=r"stage 1 \(1\) would have no parameters"):
+        stages.cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ONE_BY_ONE, (), 0)
