@@ -12,7 +12,11 @@ from clustertrain.run.folder import RunDir
 PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-ALIVE = frozenset({PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"})
+# All that end a job; any other word, one that is not known here too, means that it is not over.
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+     "TIMEOUT"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class JobView:
 
     @property
     def alive(self) -> bool:
-        return self.state in ALIVE
+        return self.state not in ENDED
 
 
 @dataclass(frozen=True)

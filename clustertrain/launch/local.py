@@ -18,7 +18,7 @@ import psutil
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import ALIVE, PENDING, Backend, JobStart, JobView, Submission
+from clustertrain.launch.backend import ENDED, PENDING, Backend, JobStart, JobView, Submission
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.limits import seconds_of
 
@@ -155,7 +155,7 @@ class LocalBackend(Backend):
             return []
         starts = [msgspec.convert({**s, "job_id": job_id}, type=JobStart) for s in job.starts]
         view = _view(job)
-        if not view.alive and job.state in ALIVE:
+        if not view.alive and job.state not in ENDED:
             # The start that was under way when the supervisor died; nobody was left to write it down.
             starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
         return starts
