@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +104,16 @@ def check(prepared: Prepared) -> list[str]:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
+    found.append(_crowding(prepared))
     return [note for note in found if note]
+
+
+def _crowding(prepared: Prepared) -> str | None:
+    """Without Slurm a request for a cluster lands on this machine, which may not be what was meant."""
+    ranks, cores = prepared.plan.world_size, len(os.sched_getaffinity(0))
+    if prepared.backend.name != "local" or ranks <= cores:
+        return None
+    return f"backend local: this machine plays {prepared.plan.nodes} nodes, {ranks} ranks on {cores} cores"
 
 
 def _refuse_home_characters(*, slurm: bool) -> None:
