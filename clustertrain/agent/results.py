@@ -11,7 +11,7 @@ from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
 # Which kind of failure explains the others: a rank that raised makes its peers' collectives fail.
-_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "communication")
+_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "hang", "communication")
 # torchrun says so when it had started the ranks and they died: then they explain the failure, not torchrun.
 _RANKS_DIED = "ChildFailedError"
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
@@ -22,7 +22,8 @@ class NodeResult:
     node: str
     node_rank: int
     ending: str  # completed, stopped, failed
-    # Of a failure: environment, out_of_memory, user_error, device, storage, communication, launcher, killed, unknown.
+    # Of a failure: environment, out_of_memory, user_error, device, storage, hang, communication, launcher, killed or
+    # unknown.
     kind: str | None
     exit_code: int
     step: int | None

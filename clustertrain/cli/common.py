@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain.errors import NotFound
+from clustertrain.errors import Ambiguous, NotFound
 
 if TYPE_CHECKING:
     from clustertrain.run.folder import RunDir
@@ -24,20 +26,47 @@ def find_run(name: str) -> RunDir:
     Raises:
         NotFound, Ambiguous: as :func:`clustertrain.run.resolve.resolve`.
     """
-    from clustertrain.run.folder import open_run
-    from clustertrain.run.resolve import resolve
+    from clustertrain.run.resolve import only, resolve
 
     try:
         return resolve(name)
-    except NotFound:
-        if not name.isdigit():
-            raise
-        from clustertrain.launch.slurm import work_dir
+    except Ambiguous:
+        raise
+    except NotFound as e:
+        return only(name, _of_anybody(name, e))
 
-        folder = work_dir(name)
-        if folder is None:
+
+def find_runs(names: Sequence[str]) -> list[RunDir]:
+    """RUN… as folders, each once; a sweep and a job array stand for all their runs. Raises as :func:`find_run`."""
+    from clustertrain.run.resolve import resolve_all
+
+    found: dict[Path, RunDir] = {}
+    for name in names:
+        try:
+            runs = resolve_all(name)
+        except Ambiguous:
             raise
-        return open_run(Path(folder))
+        except NotFound as e:
+            runs = _of_anybody(name, e)
+        found.update((run.path, run) for run in runs)
+    return list(found.values())
+
+
+def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
+    """The runs of any user's job; several where it is an array. Raises ``otherwise`` where Slurm knows no such job."""
+    from clustertrain.run.folder import open_run
+    from clustertrain.run.resolve import sweep_runs
+
+    if not re.fullmatch(r"\d+(_\d+)?", name):
+        raise otherwise
+    from clustertrain.launch.slurm import work_dir
+
+    folder, task = work_dir(name), name.partition("_")[2]
+    if folder is None:
+        raise otherwise
+    if task and (folder / task).is_dir():
+        folder = (folder / task).resolve()
+    return sweep_runs(folder) or [open_run(folder)]
 
 
 def print_json(value: Any) -> None:

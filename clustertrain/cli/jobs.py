@@ -5,13 +5,20 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from clustertrain import clock, fsio
-from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
+from clustertrain.cli.common import (
+    find_run,
+    find_runs,
+    json_option,
+    named_run_argument,
+    print_json,
+    run_argument,
+)
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.run.folder import RunDir
 
@@ -111,56 +118,77 @@ def status_json(seen: Any) -> dict[str, Any]:
     }
 
 
-def wait_for(run: RunDir) -> int:
-    """Block until the run has ended; returns 0 only for completed. An interrupt ends the waiting, not the run."""
-    from clustertrain.launch.look import look
+def wait_for(runs: Sequence[RunDir], name: str) -> int:
+    """Block until all runs have ended; returns 0 only if all completed. An interrupt ends the waiting, not the runs.
+    ``name`` is what they are called together."""
+    from clustertrain.launch.look import Unreadable, look_all
 
-    poll = POLL_FIRST_S
+    poll, left, completed = POLL_FIRST_S, list(runs), True
     try:
         while True:
-            seen = look(run)
-            if seen.final:
-                click.echo(f"{run.id}: {seen.state}", err=True)
-                return 0 if seen.state == "completed" else 1
+            for seen in look_all(left):
+                if isinstance(seen, Unreadable):
+                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+                if seen.final:
+                    click.echo(f"{seen.run.id}: {seen.state}", err=True)
+                    completed &= seen.state == "completed"
+                    left.remove(seen.run)
+            if not left:
+                return 0 if completed else 1
             clock.sleep(poll)
             poll = min(poll * 1.5, POLL_MOST_S)
     except KeyboardInterrupt:
-        click.echo(f"{run.id} goes on; `clustertrain cancel {run.id}` would end it", err=True)
+        click.echo(f"{name} goes on; `clustertrain cancel {name}` would end it", err=True)
         return 130
 
 
 @click.command()
-@run_argument
-def wait(name: str) -> None:
-    """Wait until RUN has ended. Exit code 0 only if it completed; Ctrl-C stops the waiting, never the run."""
-    sys.exit(wait_for(find_run(name)))
+@click.argument("names", metavar="[RUN]…", nargs=-1)
+def wait(names: tuple[str, ...]) -> int:
+    """Wait until RUN has ended, or several have, or a sweep's. Exit code 0 only if all completed; Ctrl-C stops the
+    waiting, never a run."""
+    runs = find_runs(names or ("latest",))
+    return wait_for(runs, runs[0].id if len(runs) == 1 else " ".join(names))
 
 
 @click.command()
-@named_run_argument
+@click.argument("names", metavar="RUN…", nargs=-1, required=True)
 @json_option
-def cancel(name: str, as_json: bool) -> None:
-    """End RUN for good, pending or running. Its checkpoints stay."""
-    from clustertrain.launch.look import backend_of, look
-
-    run = find_run(name)
-    seen = look(run)
-    if seen.final:
-        raise ClusterTrainError(f"{run.id} has ended already: {seen.state}")
-    # The marker comes first: whatever is deciding about the run at this moment must see it before the job is gone.
-    fsio.write_json(run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
-    _say(run, "cancelled")
+def cancel(names: tuple[str, ...], as_json: bool) -> None:
+    """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay."""
+    from clustertrain.launch.choose import of_run
+    from clustertrain.launch.look import Unreadable, look_all
     from clustertrain.run.attempts import job_ids
 
-    backend = backend_of(run)
-    views = backend.views(job_ids(run))
-    for job_id, view in views.items():
-        if view.alive:
-            backend.cancel(job_id)
+    found = look_all(find_runs(names))
+    for seen in found:
+        if isinstance(seen, Unreadable):
+            raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+    looks = [seen for seen in found if not isinstance(seen, Unreadable)]
+    ended = [f"{seen.run.id} has ended already: {seen.state}" for seen in looks if seen.final]
+    if len(ended) == len(looks):
+        raise ClusterTrainError("\n".join(ended))
+    ids: dict[str, list[str]] = {}
+    # The markers come first: whatever is deciding about a run at this moment must see it before the job is gone.
+    for seen in looks:
+        if not seen.final:
+            fsio.write_json(seen.run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
+            _say(seen.run, "cancelled")
+            ids.setdefault(seen.backend, []).extend(job_ids(seen.run))
+    for name, of_backend in ids.items():
+        backend = of_run(name)
+        alive = [job_id for job_id, view in backend.views(of_backend).items() if view.alive]
+        if alive:
+            backend.cancel(*alive)
+    for line in ended:
+        click.echo(line, err=True)
     if as_json:
-        print_json({"run": run.id, "job_id": seen.job_id, "state": "cancelled"})
-    else:
-        click.echo(f"{run.id}: cancelled")
+        rows = [{"run": s.run.id, "job_id": s.job_id, "state": s.state if s.final else "cancelled"} for s in looks]
+        print_json(rows[0] if len(rows) == 1 else rows)
+        return
+    for seen in looks:
+        if not seen.final:
+            click.echo(f"{seen.run.id}: cancelled")
 
 
 @click.command()

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.plan.planner import Plan
-    from clustertrain.run.folder import RunDir
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -114,8 +113,15 @@ def _request(options: dict[str, Any]) -> SubmitRequest:
 @click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
 @click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
 @click.option("--follow", is_flag=True, help="Show progress until the run ends.")
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="KEY.PATH=V,V,…",
+    help="A run for each value; of several keys for each combination.",
+)
+@click.option("--at-once", type=_POSITIVE, metavar="K", help="Runs of a sweep at a time; default: all, locally one.")
 @_job_options
-def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
+def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_once: int | None, **options: Any) -> int:
     """Plan, render and submit a training run.
 
     RECIPE.toml trains the built-in model; SCRIPT.py is a script of yours, and all after it belongs to it; with neither,
@@ -124,14 +130,21 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     as_json = options["as_json"]
     if wait and follow:
         raise UsageError("--wait and --follow: choose one, --follow waits too")
+    if at_once is not None and not sweep:
+        raise UsageError("--at-once: only a sweep has several runs", fix="give --sweep too, or leave it out")
+    if follow and sweep:
+        raise UsageError("--follow shows one run, --sweep submits several", fix="use --wait")
     request = _request(options)
-    unsure = _check_script(request)
+    if sweep:
+        return (
+            _dry_sweep(request, sweep, at_once, as_json) if dry_run else _sweep(request, sweep, at_once, wait, as_json)
+        )
     if dry_run:
-        return _dry_run(request, as_json, unsure)
+        return _dry_run(request, as_json)
     from clustertrain.launch.submit import submit as transaction
 
     done = transaction(request)
-    for note in (*_warnings(done.run), *unsure, *done.notes):
+    for note in done.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
         shown = {"run": done.run.id, "job_id": done.job_id, "backend": done.backend, "state": done.state}
@@ -141,7 +154,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     if wait:
         from clustertrain.cli.jobs import wait_for
 
-        return int(wait_for(done.run))
+        return int(wait_for([done.run], done.run.id))
     if follow:
         from clustertrain.cli.follow import follow as follow_run
 
@@ -149,30 +162,11 @@ def submit(dry_run: bool, wait: bool, follow: bool, **options: Any) -> int:
     return 0
 
 
-def _check_script(request: SubmitRequest) -> list[str]:
-    """Refuses a script that cannot drive its plan; returns a note where that cannot be told from its text."""
-    if not request.target or request.target.endswith(".toml"):
-        return []
-    from clustertrain.launch.request import prepare
-    from clustertrain.plan import script
-
-    prepared = prepare(request)
-    source = (request.cwd / request.target).read_text(encoding="utf-8", errors="replace")
-    note = script.check(prepared.plan.layout, prepared.plan.precision, source, request.target)
-    return [note] if note else []
-
-
-def _warnings(run: RunDir) -> list[str]:
-    from clustertrain import fsio
-
-    return list((fsio.read_json(run.plan) or {}).get("warnings", ()))
-
-
-def _dry_run(request: SubmitRequest, as_json: bool, unsure: list[str]) -> int:
+def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     from clustertrain.launch.submit import dry_run
 
     made = dry_run(request)
-    for line in (*made.plan.reasons, *unsure, *made.notes):
+    for line in (*made.plan.reasons, *made.notes):
         click.echo(line, err=True)
     if as_json:
         print_json({"script": made.script, "plan": made.plan})
@@ -181,17 +175,58 @@ def _dry_run(request: SubmitRequest, as_json: bool, unsure: list[str]) -> int:
     return 0
 
 
+def _sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, wait: bool, as_json: bool) -> int:
+    from clustertrain.launch.sweep import submit_sweep, words
+
+    done = submit_sweep(request, given, at_once)
+    for note in done.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        rows = [
+            {"run": s.run.id, "job_id": s.job_id, "state": s.state, "run_dir": str(s.run.path), "set": values}
+            for s, values in done.runs
+        ]
+        shown = {"sweep": done.folder.name, "job_id": done.job_id, "backend": done.backend}
+        print_json({**shown, "sweep_dir": str(done.folder), "runs": rows})
+    else:
+        click.echo(f"sweep {done.folder.name}" + (f"  job {done.job_id}" if done.job_id else ""))
+        for submitted, values in done.runs:
+            click.echo(f"run {submitted.run.id}  job {submitted.job_id}  {words(values)}")
+    if not wait:
+        return 0
+    from clustertrain.cli.jobs import wait_for
+
+    return int(wait_for([submitted.run for submitted, _ in done.runs], done.folder.name))
+
+
+def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, as_json: bool) -> int:
+    """As text the array's script and the first run's; as JSON those of all runs."""
+    from clustertrain.launch.sweep import dry_sweep, words
+
+    made = dry_sweep(request, given, at_once)
+    if as_json:
+        runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in made.runs]
+        print_json({"script": made.script, "runs": runs})
+        return 0
+    first, _ = made.runs[0]
+    lines = [f"run {n}: {words(values)}" for n, (_, values) in enumerate(made.runs)]
+    for line in (*lines, *first.plan.reasons, *made.notes):
+        click.echo(line, err=True)
+    click.echo(f"{made.script}\n# Run 0:\n\n{first.script}" if made.script else first.script, nl=False)
+    return 0
+
+
 @click.command(cls=TargetCommand, context_settings=_CONTEXT)
 @_job_options
 def plan(**options: Any) -> int:
     """Show what submit would choose and why; submit nothing."""
     as_json = options["as_json"]
-    from clustertrain.launch.request import prepare
+    from clustertrain.launch.request import prepare, script_note
 
-    request = _request(options)
-    for note in _check_script(request):
+    prepared = prepare(_request(options))
+    note = script_note(prepared)
+    if note:
         click.echo(f"note: {note}", err=True)
-    prepared = prepare(request)
     if as_json:
         print_json(prepared.plan)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from clustertrain.launch.backend import JobStart, JobView
+from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
 
 NOTHING = frozenset({"", "N/A", "n/a", "None", "NONE", "(null)", "Unknown", "None assigned", "NOT_SET"})
 SQUEUE_FIELDS = ("JobArrayID", "State", "RestartCnt", "StartTime", "EndTime", "PreemptTime", "NodeList", "Reason")
@@ -25,9 +25,23 @@ def word(text: str) -> str:
     return "" if text in NOTHING else text
 
 
+# A flag is printed in place of the state that it goes with. SIGNALING stands there for a moment whenever Slurm warns a
+# job, which is when the question whether it is RUNNING matters most.
+_OF_FLAG = {
+    "SIGNALING": RUNNING,
+    "RESIZING": RUNNING,
+    "STAGE_OUT": COMPLETING,
+    "REQUEUE_HOLD": PENDING,
+    "REQUEUE_FED": PENDING,
+    "RESV_DEL_HOLD": PENDING,
+    "SPECIAL_EXIT": PENDING,
+}
+
+
 def state(text: str) -> str:
-    """``CANCELLED by 1000`` -> ``CANCELLED``, ``COMPLETED+`` -> ``COMPLETED``."""
-    return (text.split() or ["UNKNOWN"])[0].rstrip("+").upper()
+    """``CANCELLED by 1000`` -> ``CANCELLED``, ``COMPLETED+`` -> ``COMPLETED``, ``SIGNALING`` -> ``RUNNING``."""
+    printed = (text.split() or ["UNKNOWN"])[0].rstrip("+").upper()
+    return _OF_FLAG.get(printed, printed)
 
 
 def plain(said: str) -> str:

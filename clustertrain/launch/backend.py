@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from clustertrain.run.folder import RunDir
@@ -12,7 +13,11 @@ from clustertrain.run.folder import RunDir
 PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-ALIVE = frozenset({PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING"})
+# All that end a job; any other word, one that is not known here too, means that it is not over.
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+     "TIMEOUT"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,17 @@ class Submission:
     run: RunDir
     options: Mapping[str, str] = field(default_factory=dict)  # sbatch long options without the dashes
     environ: Mapping[str, str] | None = None  # the submitting environment; default: this process's own
+
+
+@dataclass(frozen=True)
+class ArraySubmission:
+    """The runs of a sweep, in the order of their numbers. ``folder`` is the sweep's: on Slurm it holds the array's
+    job.sh, and for each run a link to it that has its number for a name."""
+
+    folder: Path
+    runs: Sequence[RunDir]
+    at_once: int | None = None  # how many may run at a time; None: as many as the backend has room for
+    environ: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class JobView:
 
     @property
     def alive(self) -> bool:
-        return self.state in ALIVE
+        return self.state not in ENDED
 
 
 @dataclass(frozen=True)
@@ -62,11 +78,14 @@ class Backend(Protocol):
     def submit(self, submission: Submission) -> str:
         """Hand the job over and return its id. Raises SchedulerRefused with the scheduler's own words."""
 
+    def submit_array(self, array: ArraySubmission) -> list[str]:
+        """Hand over all runs or none, and return their job ids in order. Raises as :meth:`submit`."""
+
     def advice(self, partition: str) -> list[str]:
         """What the user should know of that partition ('' is the default one) before the job waits in it."""
 
-    def cancel(self, job_id: str) -> None:
-        """End the job, pending or running, for good. No error when it has ended already."""
+    def cancel(self, *job_ids: str) -> None:
+        """End the jobs, pending or running, for good. No error when one has ended already."""
 
     def requeue(self, job_id: str) -> None:
         """Put the job back in the queue under its id.

@@ -18,7 +18,7 @@ import psutil
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import ALIVE, PENDING, Backend, JobStart, JobView, Submission
+from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.limits import seconds_of
 
@@ -32,6 +32,7 @@ class LocalJob(msgspec.Struct, kw_only=True):
     job_id: str
     run_dir: str
     nodes: int = 1
+    after: str = ""  # the job of the same sweep that must be over first
     state: str = PENDING
     reason: str = ""
     restarts: int = 0
@@ -97,6 +98,22 @@ class LocalBackend(Backend):
     name = "local"
 
     def submit(self, submission: Submission) -> str:
+        return self._submit(submission)
+
+    def submit_array(self, array: ArraySubmission) -> list[str]:
+        at_once = array.at_once or 1  # they share this machine
+        job_ids: list[str] = []
+        try:
+            for n, run in enumerate(array.runs):
+                after = job_ids[n - at_once] if n >= at_once else ""
+                job_ids.append(self._submit(Submission(run, environ=array.environ), after))
+        except BaseException:
+            self.cancel(*job_ids)
+            clock.wait_until(lambda: not any(v.alive for v in self.views(job_ids).values()), START_TIMEOUT_S)
+            raise
+        return job_ids
+
+    def _submit(self, submission: Submission, after: str = "") -> str:
         spec = load_spec(submission.run)
         folder = _claim()
         job_id = f"{PREFIX}{folder.path.name}"
@@ -105,6 +122,8 @@ class LocalBackend(Backend):
                 job_id=job_id,
                 run_dir=str(submission.run.path),
                 nodes=spec.job.nodes,
+                after=after,
+                reason=f"waits for {after}" if after else "",
                 time_limit_s=seconds_of(submission.options.get("time", spec.job.time)),
                 grace_s=spec.recipe.rehearsal.grace_s,
                 preempt_at_steps=spec.recipe.rehearsal.preempt_at_steps,
@@ -126,10 +145,10 @@ class LocalBackend(Backend):
     def advice(self, partition: str) -> list[str]:
         return []
 
-    def cancel(self, job_id: str) -> None:
-        folder = folder_of(job_id)
-        if folder.path.is_dir():
-            folder.cancel.touch()
+    def cancel(self, *job_ids: str) -> None:
+        for folder in map(folder_of, job_ids):
+            if folder.path.is_dir():
+                folder.cancel.touch()
 
     def requeue(self, job_id: str) -> None:
         folder = folder_of(job_id)
@@ -155,7 +174,7 @@ class LocalBackend(Backend):
             return []
         starts = [msgspec.convert({**s, "job_id": job_id}, type=JobStart) for s in job.starts]
         view = _view(job)
-        if not view.alive and job.state in ALIVE:
+        if not view.alive and job.state not in ENDED:
             # The start that was under way when the supervisor died; nobody was left to write it down.
             starts.append(JobStart(job_id=job_id, state=view.state, start=job.start_time, reason=view.reason))
         return starts

@@ -88,6 +88,10 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
     if accounting and job_id and (view is None or not view.alive) and not state.settled(history):
         starts = _starts(backend, job_id)
     word = starts[-1].state if starts else ""
+    if not word and not history and view is None and silence is None and "_" in (job_id or ""):
+        # Slurm forgets an array task that is cancelled while it waits, and accounting never hears of it (seen on
+        # 22.05). Of one that a node has seen, the queue or accounting would know.
+        word = "CANCELLED"
     now_state = state.of_run(run, history, view, word, job_id if silence is not None else None)
     history = _explained(history, now_state, starts)
     row = metrics.latest(run)

@@ -68,6 +68,16 @@ def job_script(given: ScriptInput) -> str:
     )
 
 
+def array_script(given: ScriptInput, sweep_id: str, tasks: int, at_once: int | None) -> str:
+    """The text of a sweep's job.sh: every task becomes the job.sh of its run. ``given`` is any of the runs, since all
+    have the same directives."""
+    # %a is the number of the task, and in the sweep's folder a link of that name leads to the run.
+    own = {"job-name": sweep_id, "output": "%a/job.log"}
+    pairs = [("array", f"0-{tasks - 1}" + (f"%{at_once}" if at_once else ""))]
+    pairs += [(key, own.get(key, value)) for key, value in directives(given)]
+    return templates.fill("array.sh.j2", {"directives": pairs})
+
+
 def directives(given: ScriptInput) -> list[tuple[str, str]]:
     """The ``#SBATCH`` options in order; an empty value is an option without one. Passed-through options come last, so
     that they win over ours where Slurm takes the last."""

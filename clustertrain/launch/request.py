@@ -15,12 +15,13 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.launch import choose, render
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
+from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec import cluster
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build, read_toml, set_dotted
+from clustertrain.spec.strict import assigned, build, read_toml, set_dotted, value_of
 
 _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
 
@@ -28,12 +29,14 @@ _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus
 @dataclass(frozen=True)
 class SubmitRequest:
     """``target`` is a recipe (``*.toml``), a script, or empty for the default preset. ``job`` holds the options that
-    were given, by their names in JobSpec; ``assignments`` those of ``--set``."""
+    were given, by their names in JobSpec; ``assignments`` those of ``--set``; ``swept`` this run's values of
+    ``--sweep``."""
 
     target: str = ""
     args: tuple[str, ...] = ()
     job: Mapping[str, Any] = field(default_factory=dict)
     assignments: tuple[str, ...] = ()
+    swept: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     snapshot_limit_mib: int = LIMIT_MIB
     argv: tuple[str, ...] = ()
@@ -57,16 +60,18 @@ class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True)
     env: dict[str, str] = {}  # noqa: RUF012 - msgspec copies an empty default
 
 
-def prepare(request: SubmitRequest) -> Prepared:
-    """Merge, check and plan.
+def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
+    """Merge, check and plan. ``known`` is a backend that was chosen before, so that it need not be looked for again.
 
     Raises:
         UsageError: the target does not exist.
         ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide.
     """
     document, script, name = _read_target(request)
-    for assignment in request.assignments:
-        set_dotted(document, assignment)
+    for path, text in map(assigned, request.assignments):
+        set_dotted(document, path, value_of(text))
+    for path, value in request.swept.items():
+        set_dotted(document, path, value)
     source = request.target if not script and request.target else "--set"
     asked = build(document, _RecipeFile, source)
     recipe_job = document.get("job", {})
@@ -77,7 +82,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         name=job.name or name,
         checkpoint_dir=str(request.cwd / Path(job.checkpoint_dir).expanduser()) if job.checkpoint_dir else "",
     )
-    backend = choose.backend(job.backend)
+    backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job.backend)
     device = resolve_device(job.device if job.device != "auto" else profile.device, backend.name)
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
     recipe = Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__})
@@ -95,6 +100,19 @@ def prepare(request: SubmitRequest) -> Prepared:
         backend=backend,
         python=profile.python or sys.executable,
     )
+
+
+def script_note(prepared: Prepared) -> str | None:
+    """What should be known of the user's script under its plan.
+
+    Raises:
+        ConfigError: it cannot drive the plan.
+    """
+    script = prepared.spec.script
+    if script is None:
+        return None
+    source = Path(script.path).read_text(encoding="utf-8", errors="replace")
+    return scripts.check(prepared.plan.layout, prepared.plan.precision, source, Path(script.path).name)
 
 
 def _read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | None, str]:

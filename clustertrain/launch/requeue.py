@@ -123,6 +123,10 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:
         return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(missing)}", blamed=missing)
+    # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
+    hung = next((r for r in failed if r.get("kind") == "hang"), None)
+    if hung is not None:
+        return Verdict(endings.HANG, str(hung.get("message")))
     # These explain the broken collectives of the other ranks, but not themselves.
     unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED), None)
     if unexplained is not None:

@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain import proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch import accounting
-from clustertrain.launch.backend import Backend, JobStart, JobView, Submission
+from clustertrain.launch.backend import ArraySubmission, Backend, JobStart, JobView, Submission
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 # Variables that change what the commands print or do.
@@ -48,28 +48,25 @@ class SlurmBackend(Backend):
         return done.stdout.strip() or None
 
     def submit(self, submission: Submission) -> str:
-        # Not at the top: it imports submitit, which only a submission needs.
-        from clustertrain.launch import submitit_adapter
+        options = [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]
+        return _sbatch(submission.run.path, options, submission.environ)
 
-        run = submission.run
-        options = [f"--chdir={run.path}"]
-        options += [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]
-        text = run.script.read_text()
-        environ = settings.without_allocation(os.environ if submission.environ is None else submission.environ)
-        # sbatch believes its environment more than the script, but what the user typed stands in the script.
-        environ = {k: v for k, v in environ.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
-        return submitit_adapter.sbatch(text, options, run.path, environ)
+    def submit_array(self, array: ArraySubmission) -> list[str]:
+        job_id = _sbatch(array.folder, [], array.environ)
+        return [f"{job_id}_{task}" for task in range(len(array.runs))]
 
     def advice(self, partition: str) -> list[str]:
         # An answer that does not come or does not read is no reason against a submission.
         done = _ask("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
         return accounting.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
 
-    def cancel(self, job_id: str) -> None:
-        # What submitit's Job.cancel runs, with a timeout and the words of a failure.
-        done = _ask("scancel", _checked(job_id))
-        if done.returncode and _UNKNOWN_JOB not in done.stderr:
-            raise CommandFailed(f"scancel {job_id} failed: {accounting.plain(done.stderr)}")
+    def cancel(self, *job_ids: str) -> None:
+        # Not submitit's Job.cancel: docs/decisions/0008.
+        done = _ask("scancel", *map(_checked, job_ids))
+        said = done.stderr.splitlines()
+        failures = [line for line in said if _UNKNOWN_JOB not in line]
+        if done.returncode and (failures or not said):
+            raise CommandFailed(f"scancel {' '.join(job_ids)} failed: {accounting.plain(chr(10).join(failures))}")
 
     def requeue(self, job_id: str) -> None:
         done = _ask("scontrol", "requeue", _checked(job_id))
@@ -99,8 +96,10 @@ class SlurmBackend(Backend):
         if not wanted:
             return {}
         done = _ask(
-            "squeue", "--noheader", "--states=all", f"--jobs={','.join(wanted)}", f"--Format={accounting.SQUEUE_FORMAT}"
-        )
+            # --array: a line for each task; those that wait would else share the line 123_[2-5%1].
+            "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(wanted)}",
+            f"--Format={accounting.SQUEUE_FORMAT}",
+        )  # fmt: skip
         if done.returncode:
             # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
             if _UNKNOWN_JOB in done.stderr:
@@ -118,6 +117,18 @@ class SlurmBackend(Backend):
                 return []
             raise CommandFailed(f"sacct failed: {accounting.plain(done.stderr)}")
         return accounting.read_sacct(done.stdout, job_id)
+
+
+def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | None) -> str:
+    """``job.sh`` of that folder, which becomes the job's WorkDir."""
+    # Not at the top: it imports submitit, which only a submission needs.
+    from clustertrain.launch import submitit_adapter
+
+    text = (folder / "job.sh").read_text()
+    clean = settings.without_allocation(os.environ if environ is None else environ)
+    # sbatch believes its environment more than the script, but what the user typed stands in the script.
+    clean = {k: v for k, v in clean.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
+    return submitit_adapter.sbatch(text, [f"--chdir={folder}", *options], folder, clean)
 
 
 def work_dir(job_id: str) -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.launch import filesystem, record, render, snapshot
 from clustertrain.launch.backend import PENDING, Submission
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
 from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import folder
@@ -49,42 +51,49 @@ def submit(request: SubmitRequest) -> Submitted:
         SchedulerRefused: with Slurm's words; the run directory is gone again.
     """
     prepared = prepare(request)
-    notes = _check(prepared)
+    notes = [*prepared.plan.warnings, *check(prepared), *prepared.backend.advice(prepared.spec.job.partition)]
     run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
-        taken = _take_code(request, prepared, run)
-        _write(request, prepared, run, taken)
+        taken = take_code(request, prepared, run.code)
+        write(prepared, run, taken, collect(request, taken))
     except BaseException:
-        _remove(run, prepared.spec)
+        remove(run, prepared.spec)
         raise
     try:
         job_id = prepared.backend.submit(Submission(run, environ=request.environ))
     except ClusterTrainError:
         # Not for other exceptions: a Ctrl-C may come after sbatch has taken the job, which then needs its folder.
-        _remove(run, prepared.spec)
+        remove(run, prepared.spec)
         raise
+    notes += outside_notes(taken)
+    return announce(run, job_id, prepared.backend.name, notes)
+
+
+def announce(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> Submitted:
+    """Write down that the backend has taken the run."""
     log = EventLog(run.events / "submit.jsonl")
-    log.write("submitted", job_id=job_id, backend=prepared.backend.name)
+    log.write("submitted", job_id=job_id, backend=backend)
     log.close()
-    if taken is not None:
-        notes += [f"not in the snapshot, used where it is: {link}" for link in taken.outside]
-    return Submitted(run, job_id, prepared.backend.name, PENDING.lower(), tuple(notes))
+    return Submitted(run, job_id, backend, PENDING.lower(), tuple(notes))
 
 
 def dry_run(request: SubmitRequest) -> DryRun:
     """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
     prepared = prepare(request)
-    notes = _check(prepared)
+    notes = [*check(prepared), *prepared.backend.advice(prepared.spec.job.partition)]
+    return DryRun(prepared.plan, script_without_a_run(prepared), tuple(notes))
+
+
+def script_without_a_run(prepared: Prepared) -> str:
     run = RunDir(folder.runs_folder() / f"{folder.slug(prepared.spec.job.name)}-xxxxxx")
     code: list[Path] = []
     if prepared.spec.script is not None:
         root = snapshot.root_of(Path(prepared.spec.script.path))
         code = [run.code, *([run.code / "src"] if (root / "src").is_dir() else [])]
-    text = render.job_script(_script_input(prepared, run, prepared.spec, code))
-    return DryRun(prepared.plan, text, tuple(notes))
+    return render.job_script(script_input(prepared, run, prepared.spec, code))
 
 
-def _check(prepared: Prepared) -> list[str]:
+def check(prepared: Prepared) -> list[str]:
     """What else can be refused before anything is made; returns warnings."""
     require_fit(prepared.plan)
     shared = prepared.backend.name == "slurm"
@@ -94,8 +103,17 @@ def _check(prepared: Prepared) -> list[str]:
     if job.checkpoint_dir:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
     if prepared.backend.name == "slurm":
-        render.directives(_script_input(prepared, RunDir(folder.runs_folder() / "unnamed"), prepared.spec, []))
-    return [note for note in found if note] + prepared.backend.advice(job.partition)
+        render.directives(script_input(prepared))
+    found += [_crowding(prepared), script_note(prepared)]
+    return [note for note in found if note]
+
+
+def _crowding(prepared: Prepared) -> str | None:
+    """Without Slurm a request for a cluster lands on this machine, which may not be what was meant."""
+    ranks, cores = prepared.plan.world_size, len(os.sched_getaffinity(0))
+    if prepared.backend.name != "local" or ranks <= cores:
+        return None
+    return f"backend local: this machine plays {prepared.plan.nodes} nodes, {ranks} ranks on {cores} cores"
 
 
 def _refuse_home_characters(*, slurm: bool) -> None:
@@ -109,33 +127,45 @@ def _refuse_home_characters(*, slurm: bool) -> None:
         )
 
 
-def _take_code(request: SubmitRequest, prepared: Prepared, run: RunDir) -> Snapshot | None:
+def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
     script = prepared.spec.script
     if script is None:
         return None
-    return snapshot.take(Path(script.path), run.code, limit_mib=request.snapshot_limit_mib, without=settings.home())
+    return snapshot.take(Path(script.path), target, limit_mib=request.snapshot_limit_mib, without=settings.home())
 
 
-def _write(request: SubmitRequest, prepared: Prepared, run: RunDir, taken: Snapshot | None) -> None:
+def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
+    return record.collect(request.argv, request.cwd, taken.root if taken else None)
+
+
+def outside_notes(taken: Snapshot | None) -> list[str]:
+    return [f"not in the snapshot, used where it is: {link}" for link in taken.outside] if taken else []
+
+
+def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: dict[str, Any]) -> None:
+    """All files of a run but its code, which is there already."""
     spec = prepared.spec
     code: list[Path] = []
     if taken is not None and spec.script is not None:
         spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
         code = [path for path in (run.code, run.code / "src") if path.is_dir()]
     mode = 0o640 if spec.job.share else 0o600
-    script = render.job_script(_script_input(prepared, run, spec, code))
+    script = render.job_script(script_input(prepared, run, spec, code))
     fsio.write_text(run.spec, tomli_w.dumps(_without_none(msgspec.to_builtins(spec))), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
-    fsio.write_json(run.record, record.collect(request.argv, request.cwd, taken.root if taken else None))
+    fsio.write_json(run.record, made_from)
     _make_checkpoints(run, spec)
 
 
-def _script_input(prepared: Prepared, run: RunDir, spec: RunSpec, code: list[Path]) -> render.ScriptInput:
+def script_input(
+    prepared: Prepared, run: RunDir | None = None, spec: RunSpec | None = None, code: Sequence[Path] = ()
+) -> render.ScriptInput:
+    """Without ``run`` for what does not depend on it: the directives but for the job's name."""
     return render.ScriptInput(
-        run=run,
-        spec=spec,
+        run=run or RunDir(folder.runs_folder() / "unnamed"),
+        spec=spec or prepared.spec,
         profile=prepared.profile,
         plan=prepared.plan,
         python=prepared.python,
@@ -162,7 +192,7 @@ def _checkpoint_target(run: RunDir, spec: RunSpec) -> Path | None:
     return Path(spec.job.checkpoint_dir) / run.id if spec.job.checkpoint_dir else None
 
 
-def _remove(run: RunDir, spec: RunSpec) -> None:
+def remove(run: RunDir, spec: RunSpec) -> None:
     target = _checkpoint_target(run, spec)
     if target is not None:
         shutil.rmtree(target, ignore_errors=True)

@@ -11,13 +11,15 @@ from pathlib import Path
 import psutil
 
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.errors import CommandFailed
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
-from clustertrain.launch.local import JobFolder, LocalJob
+from clustertrain.launch.local import JobFolder, LocalBackend, LocalJob, folder_of
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
 from clustertrain.spec.limits import seconds_of
 
 POLL_S = 0.1
+TURN_S = 0.5
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
 
 
@@ -34,6 +36,7 @@ class Supervisor:
         me = psutil.Process()
         self.job.pid, self.job.pid_created, self.job.host = me.pid, me.create_time(), socket.gethostname()
         self.folder.write(self.job)
+        self._wait_for_turn()
         while self._start_once():
             self.job.restarts += 1
             self.job.preempt_time = None
@@ -42,6 +45,18 @@ class Supervisor:
     def _say(self, state: str, reason: str = "") -> None:
         self.job.state, self.job.reason = state, reason
         self.folder.write(self.job)
+
+    def _wait_for_turn(self) -> None:
+        """Until the job before this one is over; where that was cancelled while it waited, the one before it."""
+        before = self.job.after
+        while before:
+            self._say(PENDING, f"waits for {before}")
+            while _alive(before):
+                if self.folder.cancel.exists():
+                    return
+                clock.sleep(TURN_S)
+            ended = folder_of(before).read()
+            before = ended.after if ended is not None and ended.start_time is None else ""
 
     def _start_once(self) -> bool:
         """One start of job.sh, to its end. Returns whether there is to be another."""
@@ -123,6 +138,14 @@ class Supervisor:
         self.job.end_time = None
         self._say(PENDING if again else state, ended_by)
         return again
+
+
+def _alive(job_id: str) -> bool:
+    try:
+        view = LocalBackend().views([job_id]).get(job_id)
+    except CommandFailed:
+        return False  # it runs on another machine, where it is in nobody's way here, or does not read
+    return view is not None and view.alive
 
 
 def main() -> int:

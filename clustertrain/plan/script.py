@@ -53,8 +53,8 @@ def _imported(nodes: list[ast.AST]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def check(layout: Layout, precision: str, source: str, name: str) -> str:
-    """A note where it cannot be told whether the script ``name`` drives the plan; else nothing.
+def check(layout: Layout, precision: str, source: str, name: str) -> str | None:
+    """A note where it cannot be told whether the script ``name`` drives the plan; else None.
 
     Raises:
         ConfigError: it does not.
@@ -62,7 +62,7 @@ def check(layout: Layout, precision: str, source: str, name: str) -> str:
     needs = needs_train_step(layout, precision)
     drives = drives_train_step(source) if needs else True
     if drives:
-        return ""
+        return None
     why = "; ".join(needs)
     if drives is None:
         return f"{name} imports modules of its own, so it is not known whether it calls session.train_step: {why}"

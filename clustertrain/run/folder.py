@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,14 +162,26 @@ def runs_folder() -> Path:
     return settings.home() / "runs"
 
 
+def sweeps_folder() -> Path:
+    return settings.home() / "sweeps"
+
+
 def create(name: str, *, share: bool = False) -> RunDir:
     """Make a new, empty run directory with a fresh id.
 
     Raises:
         ConfigError: ``$CLUSTERTRAIN_HOME`` cannot be written.
     """
+    return RunDir(_create(runs_folder(), name, share, ("attempts", "events", "metrics")))
+
+
+def create_sweep(name: str, *, share: bool = False) -> Path:
+    """Make a new folder for the runs of one sweep, whose id has the form of a run's. Raises as :func:`create`."""
+    return _create(sweeps_folder(), name, share, ())
+
+
+def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path:
     mode = 0o750 if share else 0o700
-    folder = runs_folder()
     if any(c in str(folder) for c in "\n\r\0"):
         raise ConfigError(f"{settings.HOME} = {str(settings.home())!r}: a path with a line break cannot be used")
     try:
@@ -177,9 +190,8 @@ def create(name: str, *, share: bool = False) -> RunDir:
             path = folder / f"{slug(name)}-{''.join(_BASE32[b % 32] for b in os.urandom(6))}"
             if fsio.claim_folder(path, mode=mode):
                 break
-        run = RunDir(path)
-        for inner in (run.path / "attempts", run.events, run.metrics):
-            inner.mkdir(mode=0o750)
+        for inner in inside:
+            (path / inner).mkdir(mode=0o750)
         if share:
             # The way down to it must be open too, and an earlier, private run may have closed it.
             for above in (folder, folder.parent):
@@ -190,7 +202,7 @@ def create(name: str, *, share: bool = False) -> RunDir:
             f"{settings.home()} is not writable: {e.strerror or e}",
             fix=f"set {settings.HOME} to a folder of yours on a filesystem that all nodes see",
         ) from e
-    return run
+    return path
 
 
 def open_run(path: Path) -> RunDir:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 from clustertrain import settings
 from clustertrain.errors import Ambiguous, NotFound
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir, open_run, runs_folder
+from clustertrain.run.folder import RunDir, open_run, runs_folder, sweeps_folder
 
 SHOWN = 10
+JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+")
 
 
 def all_runs() -> list[RunDir]:
@@ -32,19 +37,42 @@ def resolve(name: str) -> RunDir:
         if not runs:
             raise NotFound(f"there are no runs in {settings.home()}", fix="start one with `clustertrain submit`")
         return runs[0]
-    if name.isdigit() or name.startswith("local-"):
-        holders = [r for r in runs if name in attempts.job_ids(r)]
-        if holders:
-            return _only(name, holders)
+    if holders := _holders(name, runs):
+        return only(name, holders)
     fitting = [r for r in runs if r.id.startswith(name)]
     if not fitting:
         raise NotFound(f"no run {name!r} in {settings.home()}", fix="`clustertrain list` shows the runs")
-    return _only(name, fitting)
+    return only(name, fitting)
 
 
-def _only(name: str, fitting: list[RunDir]) -> RunDir:
+def resolve_all(name: str) -> list[RunDir]:
+    """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as :func:`resolve`."""
+    sweep = sweeps_folder() / name
+    if name and "/" not in name and sweep.is_dir():
+        runs = sweep_runs(sweep)
+        if not runs:
+            raise NotFound(f"the runs of the sweep {name} are gone")
+        return runs
+    return _holders(name, all_runs()) or [resolve(name)]
+
+
+def sweep_runs(sweep: Path) -> list[RunDir]:
+    """The runs of a sweep's folder that are still there, in the order of its tasks."""
+    links = sorted((p for p in sweep.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    return [RunDir(link.resolve()) for link in links if (link / "spec.toml").is_file()]
+
+
+def _holders(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
+    """The runs that have held the job ``name`` or, where that is an array, one of its tasks."""
+    if not JOB_ID.fullmatch(name):
+        return []
+    return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in attempts.job_ids(r))]
+
+
+def only(name: str, fitting: list[RunDir]) -> RunDir:
+    """Raises Ambiguous where several runs fit the name."""
     if len(fitting) == 1:
         return fitting[0]
     ids = [r.id for r in fitting]
     more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-    raise Ambiguous(f"{name!r} fits {len(ids)} runs: {', '.join(ids[:SHOWN])}{more}", fix="give more letters")
+    raise Ambiguous(f"{name!r} fits {len(ids)} runs: {', '.join(ids[:SHOWN])}{more}", fix="name one of them")

@@ -80,20 +80,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {e}") from e
 
 
-def set_dotted(value: dict[str, Any], assignment: str) -> None:
-    """Apply one ``--set key.path=value`` in place. The value is TOML; what is not TOML is taken as a string."""
+def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
+    """``key.path=value`` as the path and the text of the value."""
     path, sign, text = assignment.partition("=")
     if not sign or not path.strip():
-        raise ConfigError(f"--set {assignment!r}: not of the form key.path=value")
+        raise ConfigError(f"{option} {assignment!r}: not of the form key.path=value")
+    return path.strip(), text
+
+
+def value_of(text: str) -> Any:
+    """A value of the command line: TOML; what is not TOML is taken as a string."""
     try:
-        new = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        new = text
-    *folders, leaf = path.strip().split(".")
-    current = value
+        return text
+
+
+def set_dotted(document: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at ``key.path`` in place. Raises ConfigError where a part of the path is a value."""
+    *folders, leaf = path.split(".")
+    current = document
     for folder in folders:
         inner = current.setdefault(folder, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {assignment!r}: {folder} is a value, not a table")
+            raise ConfigError(f"{path}: {folder} is a value, not a table")
         current = inner
-    current[leaf] = new
+    current[leaf] = value

@@ -87,8 +87,8 @@ class Loader:
         device: torch.device,
         ragged: bool = False,
     ) -> None:
-        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide and it may
-        not be ``ragged``; in any case for fewer samples a step than ranks."""
+        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide and
+        ``ragged`` is false; in any case for fewer samples a step than ranks."""
         if len(dataset) < 1:
             raise ConfigError("the data set is empty")
         self.global_batch = global_batch

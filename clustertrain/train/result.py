@@ -17,10 +17,12 @@ from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
 
 Ending = Literal["completed", "stopped", "failed"]
-Kind = Literal["user_error", "communication", "out_of_memory", "environment", "device", "storage"]
+Kind = Literal["user_error", "communication", "hang", "out_of_memory", "environment", "device", "storage"]
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are their words.
-_COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl", "timed out waiting")
+_COMMUNICATION = ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
+# A peer that is gone closes its connection; one that does not come is seen by the clock alone.
+_HANG = ("timed out waiting", "collective operation timeout")
 _MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
@@ -37,6 +39,8 @@ def kind_of(error: BaseException) -> Kind:
         return "environment" if error.errno in FULL else "storage"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out_of_memory"
+    if isinstance(error, RuntimeError) and any(w in words for w in _HANG):
+        return "hang"
     if isinstance(error, dist.DistError):
         return "communication"
     if isinstance(error, torch.AcceleratorError):

@@ -153,7 +153,7 @@ class Session:
             # What ends the job may have reached a DataLoader of the script's own before it reached this process.
             return clock.wait_until(self._told_to_stop, WORD_OF_STOP_S)
         # A peer has left before the step at which all would have stopped.
-        return self._told_to_stop() and result.kind_of(error) == "communication"
+        return self._told_to_stop() and result.kind_of(error) in ("communication", "hang")
 
     def _barrier(self) -> None:
         if self._groups.stop is not None:

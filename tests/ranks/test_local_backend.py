@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -200,3 +201,32 @@ def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path
     run = Run(env, {"run": run_id, "job_id": "", "run_dir": Path(env["CLUSTERTRAIN_HOME"]) / "runs" / run_id})
     run.complete()
     assert run.digest() == reference
+
+
+def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str], tmp_path: Path) -> None:
+    # No session: a rank without torch costs next to nothing. `a` is held until the others have been looked at.
+    script = tmp_path / "who.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "print('I am', os.environ['WHO'])\n"
+        "while os.environ['WHO'] == 'a' and not pathlib.Path(os.environ['GO']).exists():\n"
+        "    time.sleep(0.05)\n"
+    )
+    words = ("--backend", "local", "--device", "cpu", "--env", f"GO={tmp_path / 'go'}", "--sweep", "env.WHO=a,b,c")
+    made = json.loads(runs.call(env, "submit", "--json", *words, str(script)).stdout)
+    a, b, c = (Run(env, row) for row in made["runs"])
+    try:
+        a.wait_for(lambda s: s["state"] == "running", "its turn")
+        assert (b.status()["pending_reason"], c.status()["pending_reason"]) == (
+            f"waits for {a.job_id}", f"waits for {b.job_id}"
+        )  # fmt: skip
+        b.call("cancel", b.id)
+        b.wait_until_final()
+        (tmp_path / "go").touch()
+        c.complete()
+    finally:
+        runs.call(env, "cancel", made["sweep"], check=False)
+    done = runs.call(env, "wait", made["sweep"], check=False)
+    ends = {f"{a.id}: completed", f"{b.id}: cancelled", f"{c.id}: completed"}
+    assert (done.returncode, set(done.stderr.splitlines())) == (1, ends)
+    assert "I am c\n" in c.call("logs", c.id).stdout

@@ -121,6 +121,32 @@ def test_random_numbers_buffers_and_plain_state_go_on(tmp_path: Path) -> None:
     assert [r[3] for r in rows(parts)] == list(range(1, 11))
 
 
+HANGS = """
+import time
+import torch
+import torch.distributed as dist
+import clustertrain as ct
+
+with ct.session(timeout_s=3.0) as session:
+    for step in session.steps(2):
+        if session.rank == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    ranks = Ranks(make_run(tmp_path / "run", "ddp", 2, script=(script, ())), 2)
+    waiting, hung = ranks.processes
+    waiting.join(60.0)
+    hung.kill()
+    assert waiting.exitcode == 1
+    (record,) = ranks.results()
+    assert (record["kind"], record["ending"]) == ("hang", "failed"), ranks.logs()
+
+
 def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None:
     argv = [sys.executable, str(EXAMPLE), "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "50000"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}

@@ -128,19 +128,22 @@ def test_the_users_signal_at_preemption_counts_as_the_warning(
     assert run.digest() == reference(*HALF, "--layout", "fsdp")
 
 
-def test_a_time_limit_is_survived(
-    submitted: Callable[..., Run], recipe: Path, tmp_path: Path, reference: Callable[..., str]
-) -> None:
-    slow = tmp_path / "slow.py"
-    slow.write_text(_PACED_SCRIPT)
-    run = submitted(*HALF, "--layout", "fsdp", "--time", "1", str(slow))
+def test_a_time_limit_is_survived_and_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    script = tmp_path / "paced.py"
+    script.write_text(_PACED_SCRIPT)
+    run = submitted(*HALF, "--layout", "fsdp", "--time", "1", str(script), "0.25")
     status = run.complete()
     assert set(run.endings()) == {"time_limit", "completed"}
     assert runs.resumed_where_they_stopped(status)
+    never_interrupted = submitted(*HALF, "--layout", "fsdp", str(script), "0")
+    never_interrupted.complete()
+    assert never_interrupted.endings() == ["completed"]
+    assert run.digest() == never_interrupted.digest()
 
 
-# A step takes a quarter of a second, so that the run outlasts its limit of a minute on any machine.
+# With 0.25 s a step the run outlasts its limit of a minute on any machine.
 _PACED_SCRIPT = """
+import sys
 import time
 import torch
 import clustertrain as ct
@@ -151,10 +154,10 @@ with ct.session() as session:
     state = {"model": model, "optimizer": optimizer}
     for step in session.steps(total=160, state=state, checkpoint_every=1000):
         began = time.monotonic()
-        model(torch.ones(4, 8)).square().mean().backward()
+        model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(max(0.0, 0.25 - (time.monotonic() - began)))
+        time.sleep(max(0.0, float(sys.argv[1]) - (time.monotonic() - began)))
 """
 
 

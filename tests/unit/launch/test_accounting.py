@@ -34,6 +34,25 @@ def test_bad_node_lists_are_errors(text: str) -> None:
         expand_nodes(text)
 
 
+@pytest.mark.parametrize(
+    ("printed", "means", "alive"),
+    [
+        ("SIGNALING", "RUNNING", True),  # seen on 22.05 for a moment while --signal is delivered
+        ("RESIZING", "RUNNING", True),
+        ("STAGE_OUT", "COMPLETING", True),
+        ("REQUEUE_HOLD", "PENDING", True),
+        ("SPECIAL_EXIT", "PENDING", True),
+        ("STOPPED", "STOPPED", True),
+        ("A_WORD_OF_A_LATER_SLURM", "A_WORD_OF_A_LATER_SLURM", True),  # unknown is not over
+        ("REVOKED", "REVOKED", False),
+        ("BOOT_FAIL", "BOOT_FAIL", False),
+    ],
+)
+def test_a_flag_that_squeue_prints_in_place_of_the_state(printed: str, means: str, alive: bool) -> None:
+    view = read_squeue(f"3|{printed}|0|1795254459|1795254759|N/A|node01|None|\n")["3"]
+    assert (view.state, view.alive) == (means, alive)
+
+
 def test_squeue() -> None:
     text = (
         "5|PENDING|0|1795254759|1795258359|N/A||Resources|\n"

@@ -69,6 +69,9 @@ COMPLETED = {n: result("completed") for n in NODES}
         (evidence({"n1": result("completed")}, step_exit=0), endings.NODE_FAILURE),
         (evidence({}, step_exit=0), endings.UNKNOWN),
         (evidence({n: result("failed", "communication") for n in NODES}), endings.COMMUNICATION),
+        # The rank that hung is killed when its peers have given up; they are the ones who know.
+        (evidence({"n1": result("failed", "killed"), "n2": result("failed", "hang")}), endings.HANG),
+        (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "hang")}), endings.USER_ERROR),
         # A rank that raised explains its peers' broken collectives.
         (evidence({"n1": result("failed", "user_error"), "n2": result("failed", "communication")}), endings.USER_ERROR),
         (evidence({"n1": result("failed", "out_of_memory"), "n2": result("failed", "user_error")}), "out_of_memory"),

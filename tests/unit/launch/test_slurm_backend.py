@@ -88,6 +88,7 @@ def test_views_ask_once_and_only_for_what_is_wanted(fake_slurm: FakeSlurm, monke
     assert set(views) == {"3"} and views["3"].restarts == 1 and views["3"].nodes == ("node01", "node02")
     (call,) = fake_slurm.calls("squeue")
     assert "--jobs=3,9_1" in call.argv and "--states=all" in call.argv
+    assert "--array" in call.argv  # tasks that wait would else share the line 9_[1-4]
     assert not [name for name in call.env if name.startswith("SQUEUE_")]
     assert call.env["SLURM_TIME_FORMAT"] == "%s"
     assert SlurmBackend().views([]) == {} and len(fake_slurm.calls("squeue")) == 1
@@ -124,6 +125,19 @@ def test_cancel_of_an_ended_job_is_no_error(fake_slurm: FakeSlurm) -> None:
     with pytest.raises(CommandFailed, match="permission denied"):
         SlurmBackend().cancel("12")
     assert [c.argv for c in fake_slurm.calls("scancel")] == [["12_3"], ["12"], ["12"]]
+
+
+def test_several_jobs_are_cancelled_with_one_command_and_one_refusal_is_not_lost(fake_slurm: FakeSlurm) -> None:
+    ended = "scancel: error: Kill job error on job id 12: Invalid job id specified\n"
+    fake_slurm.answers("scancel", stderr=ended, rc=1)
+    SlurmBackend().cancel("12", "13_0", "13_1")
+    assert [c.argv for c in fake_slurm.calls("scancel")] == [["12", "13_0", "13_1"]]
+    fake_slurm.answers("scancel", stderr=ended + "scancel: error: Access/permission denied\n", rc=1)
+    with pytest.raises(CommandFailed, match=r"failed: Access/permission denied$"):
+        SlurmBackend().cancel("12", "13")
+    fake_slurm.answers("scancel", rc=1)
+    with pytest.raises(CommandFailed, match="it gave no reason"):
+        SlurmBackend().cancel("12")
 
 
 def test_requeue_and_its_refusal(fake_slurm: FakeSlurm) -> None:

@@ -187,6 +187,15 @@ def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tm
     assert any(f"data -> {tmp_path / 'datasets'}" in note for note in done.notes)
 
 
+@pytest.mark.parametrize(("nodes", "crowded"), [(1, False), (1000, True)])
+def test_a_cluster_asked_of_one_machine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, crowded: bool
+) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    made = dry_run(SubmitRequest(cwd=tmp_path, job={"backend": "local", "nodes": nodes}))
+    assert any("1000 nodes, 1000 ranks on" in note for note in made.notes) == crowded
+
+
 def test_a_usage_error_comes_before_everything(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         ask(tmp_path, "missing.py")

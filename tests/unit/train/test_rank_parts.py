@@ -79,6 +79,8 @@ def test_alone_the_flag_is_the_agreement() -> None:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), "communication"),
         (dist.DistBackendError("NCCL error"), "communication"),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"), "hang"),
+        (dist.DistBackendError("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"), "hang"),
         (RuntimeError("shape mismatch"), "user_error"),
     ],
 )

@@ -1,0 +1,214 @@
+"""``submit --sweep``: the product of the values as ordinary runs, handed over as one job array. All, or none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clustertrain import fsio
+from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
+from clustertrain.launch import render, submit
+from clustertrain.launch.backend import ArraySubmission
+from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.launch.submit import DryRun, Submitted
+from clustertrain.run import folder
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.strict import assigned, value_of
+
+MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run to be, and its values of ``--sweep``."""
+
+    prepared: Prepared
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """``job_id`` is the array's; None on a backend without arrays. ``runs`` are in the order of the tasks."""
+
+    folder: Path
+    job_id: str | None
+    backend: str
+    runs: tuple[tuple[Submitted, Mapping[str, Any]], ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DrySweep:
+    """``script`` is the array's; None on a backend without arrays."""
+
+    script: str | None
+    runs: tuple[tuple[DryRun, Mapping[str, Any]], ...]
+    notes: tuple[str, ...]
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """``optim.lr=0.0001 seed=1``"""
+    return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v, default=str)}" for key, v in values.items())
+
+
+def product(given: Sequence[str], assignments: Iterable[str]) -> list[dict[str, Any]]:
+    """The values of every run, from the texts of ``--sweep`` and ``--set``; the last ``--sweep`` changes fastest.
+
+    Raises:
+        UsageError: no value, an empty one, one that is given twice; a key that is given twice; too many runs.
+    """
+    taken = {assigned(text)[0] for text in assignments}
+    axes: dict[str, list[Any]] = {}
+    for option in given:
+        key, text = assigned(option, "--sweep")
+        if key in taken or key in axes:
+            raise UsageError(f"--sweep {option}: {key} is given twice", fix="give all its values in one --sweep")
+        axes[key] = _values(option, text.strip())
+    sizes = [len(values) for values in axes.values()]
+    if math.prod(sizes) > MOST_RUNS:
+        raise UsageError(
+            f"--sweep: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MOST_RUNS} tasks that "
+            "an array may have",
+            fix="submit a part of the values at a time",
+        )
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def _values(option: str, text: str) -> list[Any]:
+    if text.startswith("["):
+        values = value_of(text)
+        if not isinstance(values, list):
+            raise UsageError(f"--sweep {option}: not a list in TOML", fix='write it as key=["a,b", "c"]')
+    else:
+        items = [item.strip() for item in text.split(",")]
+        if "" in items:
+            raise UsageError(
+                f"--sweep {option}: an empty value", fix='write it as key=value,value or key=["", "value"]'
+            )
+        values = [value_of(item) for item in items]
+    if not values:
+        raise UsageError(f"--sweep {option}: no value")
+    for n, value in enumerate(values):
+        if value in values[:n]:
+            raise UsageError(f"--sweep {option}: {value!r} is given twice", fix="leave one of them out")
+    return values
+
+
+def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None) -> Swept:
+    """Check and plan every run, write them all and hand them to the backend.
+
+    Raises:
+        UsageError, ConfigError: before anything is made.
+        SchedulerRefused: with Slurm's words; all folders are gone again.
+    """
+    tasks, notes = _prepare(request, given)
+    first = tasks[0].prepared
+    job = first.spec.job
+    sweep = folder.create_sweep(job.name, share=job.share)
+    made: list[tuple[RunDir, Task]] = []
+    try:
+        # One snapshot, to which every run has a link: the same code for all, however many they are.
+        taken = submit.take_code(request, first, sweep / "code")
+        made_from = submit.collect(request, taken)
+        for n, task in enumerate(tasks):
+            run = folder.create(task.prepared.spec.job.name, share=job.share)
+            made.append((run, task))
+            if taken is not None:
+                run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
+            submit.write(task.prepared, run, taken, {**made_from, "sweep": {"id": sweep.name, "set": task.values}})
+            (sweep / str(n)).symlink_to(Path("../../runs", run.id))
+        script = _array_script(tasks, sweep.name, at_once)
+        if script is not None:
+            fsio.write_text(sweep / "job.sh", script, mode=0o740 if job.share else 0o700)
+    except BaseException:
+        _remove(sweep, made)
+        raise
+    array = ArraySubmission(sweep, [run for run, _ in made], at_once, request.environ)
+    try:
+        job_ids = first.backend.submit_array(array)
+    except ClusterTrainError:
+        _remove(sweep, made)  # and not after a Ctrl-C: see submit
+        raise
+    name = first.backend.name
+    runs = [(submit.announce(run, id_, name), task.values) for (run, task), id_ in zip(made, job_ids, strict=True)]
+    notes += submit.outside_notes(taken)
+    return Swept(sweep, job_ids[0].rpartition("_")[0] or None, name, tuple(runs), tuple(notes))
+
+
+def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None) -> DrySweep:
+    """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
+    tasks, notes = _prepare(request, given)
+    name = f"{folder.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
+    runs = [(DryRun(t.prepared.plan, submit.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
+    return DrySweep(_array_script(tasks, name, at_once), tuple(runs), tuple(notes))
+
+
+def _prepare(request: SubmitRequest, given: Sequence[str]) -> tuple[list[Task], list[str]]:
+    """All runs, checked one by one and against each other; and warnings."""
+    tasks: list[Task] = []
+    notes: list[str] = []
+    for values in product(given, request.assignments):
+        try:
+            prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None)
+            notes += [*prepared.plan.warnings, *submit.check(prepared)]
+        except ClusterTrainError as e:
+            raise type(e)(f"with {words(values)}: {e.message}", fix=e.fix) from e
+        tasks.append(Task(prepared, values))
+    first = tasks[0].prepared
+    _refuse_equal(tasks)
+    _refuse_other_resources(tasks)
+    return tasks, [*dict.fromkeys(notes), *first.backend.advice(first.spec.job.partition)]
+
+
+def _refuse_equal(tasks: Sequence[Task]) -> None:
+    seen: dict[bytes, Task] = {}
+    for task in tasks:
+        other = seen.setdefault(msgspec.json.encode(task.prepared.spec), task)
+        if other is not task:
+            raise UsageError(
+                f"--sweep: {words(other.values)} and {words(task.values)} give the same run",
+                fix="leave out the option that sets the same thing, which wins over --sweep",
+            )
+
+
+def _refuse_other_resources(tasks: Sequence[Task]) -> None:
+    """All tasks of an array are submitted with one set of directives."""
+
+    first = _directives(tasks[0].prepared)
+    for task in tasks[1:]:
+        other = _directives(task.prepared)
+        for key in {**first, **other}:
+            a, b = (asked.get(key, "absent") or "present" for asked in (first, other))
+            if a != b and key != "job-name":
+                raise ConfigError(
+                    f"--sweep: {words(tasks[0].values)} and {words(task.values)} differ in --{key} ({a} and {b}), and "
+                    "the tasks of an array share their resources",
+                    fix="submit one sweep for each",
+                )
+
+
+def _directives(prepared: Prepared) -> dict[str, str]:
+    name = prepared.backend.name
+    pairs = render.directives(submit.script_input(prepared)) if name == "slurm" else []
+    return {"backend": name, **dict(pairs)}
+
+
+def _array_script(tasks: Sequence[Task], sweep_id: str, at_once: int | None) -> str | None:
+    first = tasks[0].prepared
+    if first.backend.name != "slurm":
+        return None
+    return render.array_script(submit.script_input(first), sweep_id, len(tasks), at_once)
+
+
+def _remove(sweep: Path, made: Iterable[tuple[RunDir, Task]]) -> None:
+    for run, task in made:
+        submit.remove(run, task.prepared.spec)
+    shutil.rmtree(sweep, ignore_errors=True)
