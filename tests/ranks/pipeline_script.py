@@ -1,0 +1,73 @@
+"""A user's model in pipeline stages: inputs by name, several targets, a loss that is a mean."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+import clustertrain as ct
+
+
+class Tower(nn.Module):
+    """Has a buffer outside its units and a state besides tensors in one of them."""
+
+    pipeline_units: ClassVar[Any] = ("enter", "trunk.0", "trunk.1", ("leave", "weigh"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter: nn.Module | None = nn.Linear(6, 8)
+        self.trunk = nn.ModuleList([Counting(8), Counting(8)])
+        self.leave: nn.Module | None = nn.Linear(8, 3)
+        self.weigh: nn.Module | None = nn.Linear(3, 3)
+        self.register_buffer("offset", torch.full((8,), 0.5))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+        if self.enter is not None and shift is not None:
+            x = self.enter(x + shift) + self.offset
+        for block in self.trunk:
+            x = block(x)
+        return self.weigh(self.leave(x)) if self.leave is not None and self.weigh is not None else x
+
+
+class Counting(nn.Linear):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(x))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        draw = torch.Generator().manual_seed(i)
+        inputs = {"x": torch.randn(6, generator=draw), "shift": torch.full((6,), 0.1)}
+        return inputs, (torch.randn(3, generator=draw), torch.ones(1))
+
+
+def loss_fn(output: torch.Tensor, target: Any) -> torch.Tensor:
+    wanted, weight = target
+    return ((output - wanted).square().mean(1, keepdim=True) * weight).mean()
+
+
+with ct.session() as session:
+    model = session.parallelize(Tower())
+    optimizer = session.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    data = session.loader(Samples(), global_batch=8, micro_batch=2)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    for _ in session.steps(int(sys.argv[1]), state, checkpoint_every=2):
+        done = session.train_step(next(data), loss_fn, clip_norm=1.0)
+        session.log(loss=done.loss, grad_norm=done.grad_norm)

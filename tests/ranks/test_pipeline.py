@@ -1,0 +1,139 @@
+"""A pipeline computes what one process computes, under each schedule and in products, and so do its checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
+
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.plan.layout import Layout
+from clustertrain.run.folder import RunDir
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = Path(__file__).with_name("pipeline_script.py")
+STEPS = 6
+SINGLE = Layout()
+PIPELINE = functools.partial(Layout, pp=2)
+FSDP = functools.partial(Layout, pp=2, strategy="fsdp", dp_shard=2)
+
+
+def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
+    kw = {"steps": STEPS, "micro_batch": 2, "every": 100, **kw}
+    return make_run(folder, layout, layout.world_size, **kw)
+
+
+def train(run: RunDir, layout: Layout, attempt: int = 1, **kw: Any) -> Ranks:
+    return Ranks(run, layout.world_size, attempt, **kw).expect(0)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Any]:
+    """Losses and norms of one process, and its checkpoint, by the options of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def found(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
+            run = run_of(Path(folder, "-".join(["run", *model])), SINGLE, model=model)
+            return train(run, SINGLE).losses(), run
+
+        yield found
+
+
+def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [
+        (t.name, t.dtype, t.shape)
+        for t in index.read_manifest(offline.find(run.checkpoints)).tensors
+        if t.kind != "other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (PIPELINE(schedule="gpipe"), {}),
+        (PIPELINE(schedule="1f1b"), {}),
+        (PIPELINE(schedule="interleaved", virtual_stages=2), {"dropout": 0.2}),
+        (PIPELINE(schedule="zero-bubble", virtual_stages=2, activation_checkpointing="full"), {}),
+        (PIPELINE(schedule="zbv", virtual_stages=2), {"tie_embeddings": True}),
+        (Layout(pp=3, schedule="1f1b"), {"tie_embeddings": True}),
+        (FSDP(schedule="1f1b"), {"tie_embeddings": True}),
+        (FSDP(schedule="interleaved", virtual_stages=2), {}),
+        (FSDP(schedule="zero-bubble", virtual_stages=2, activation_checkpointing="full"), {}),
+        (FSDP(schedule="zbv", virtual_stages=2), {"tie_embeddings": True}),
+        (Layout(pp=2, strategy="ddp", dp_replicate=2, schedule="gpipe"), {"dropout": 0.2}),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+)
+def test_a_pipeline_equals_one_process(tmp_path: Path, reference: Any, layout: Layout, model: dict[str, Any]) -> None:
+    wanted, single = reference(**model)
+    run = run_of(tmp_path / "run", layout, model=model)
+    found = train(run, layout).losses()
+    assert found.keys() == wanted.keys()
+    for step, (loss, norm) in wanted.items():
+        assert found[step][0] == pytest.approx(loss, rel=2e-6), step
+        assert found[step][1] == pytest.approx(norm, rel=5e-6), step
+    assert logical_tensors(run) == logical_tensors(single)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (FSDP(schedule="1f1b"), {"dropout": 0.2, "tie_embeddings": True}),
+        (FSDP(schedule="zero-bubble", virtual_stages=2), {}),
+    ],
+)
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, layout: Layout, model: dict[str, Any]) -> None:
+    whole = run_of(tmp_path / "whole", layout, model=model)
+    wanted = train(whole, layout).losses()
+    run = run_of(tmp_path / "parts", layout, model=model)
+    first = train(run, layout, 1, setup=touch_stop_at, args=(2,))
+    assert {r["ending"] for r in first.results()} == {"stopped"}
+    second = train(run, layout, 2)
+    assert second.events("restored")[0]["step"] == 4
+    assert {**first.losses(), **second.losses()} == wanted
+    assert digest(run) == digest(whole)
+
+
+def test_a_users_model_with_named_inputs_goes_on_under_other_layouts(tmp_path: Path) -> None:
+    script = (SCRIPT, ())
+    kw: dict[str, Any] = {"global_batch": 8, "micro_batch": 2}
+    single = run_of(tmp_path / "single", SINGLE, script=script, **kw)
+    wanted = Ranks(single, 1, argv=(str(SCRIPT), "8")).expect(0).losses()
+    run = run_of(tmp_path / "run", SINGLE, script=script, **kw)
+    layouts = [
+        PIPELINE(schedule="interleaved", virtual_stages=2),
+        Layout(strategy="fsdp", dp_shard=2),
+        FSDP(schedule="1f1b"),
+        SINGLE,
+    ]
+    found: dict[int, tuple[float, float]] = {}
+    for attempt, layout in enumerate(layouts, start=1):
+        write_plan(run, layout, layout.world_size, **kw)
+        ranks = train(run, layout, attempt, argv=(str(SCRIPT), str(2 * attempt)))
+        found.update(ranks.losses())
+    assert list(found) == list(wanted)
+    for step, (loss, norm) in wanted.items():
+        assert found[step] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=5e-6))
+    assert logical_tensors(run) == logical_tensors(single)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kw", "words"),
+    [
+        (PIPELINE(schedule="1f1b"), {"micro_batch": 16}, "1f1b needs as many micro-batches as stages, 2"),
+        (PIPELINE(schedule="1f1b"), {"micro_batch": 6}, "must all have one shape"),
+        (Layout(pp=5, schedule="1f1b"), {}, "5 pipeline stages"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_told(tmp_path: Path, layout: Layout, kw: dict[str, Any], words: str) -> None:
+    ranks = Ranks(run_of(tmp_path / "run", layout, **kw), layout.world_size)
+    assert set(ranks.wait()) == {78}
+    assert all(words in r["error"]["message"] for r in ranks.results())
