@@ -75,7 +75,8 @@ def _block(model: ModelSpec, run: Pass, layout: Layout) -> float:
 
     Tensor parallel divides what lies inside attention and feed-forward, with sequence parallel also norms and masks.
     The inputs of the linear layers stay whole: torch keeps the gathered tensor, where Megatron gathers it again
-    (section 4.2.2 of the paper). Context parallel by all-gather keeps keys and values of the whole sequence.
+    (section 4.2.2 of the paper). Context parallel by all-gather keeps keys and values of the whole sequence, and
+    attention's mask, (length, seq_len) for all samples together.
     """
     cpu = run.device == "cpu"
     size, tp = run.compute_bytes, layout.tp
@@ -83,9 +84,11 @@ def _block(model: ModelSpec, run: Pass, layout: Layout) -> float:
     norm = 2 * 4 * model.dim if cpu else run.residual_bytes * model.dim
     mask = model.dim * (size if cpu else 1) if model.dropout else 0
     linear_inputs = (5 if run.autocast else 2) * model.dim
-    attention = (3 if cpu else 2) * model.dim + 2 * _kv_width(model) * _kv_copies(run, layout)
+    gathers = layout.cp > 1 and run.parallel.context == "all-gather"
+    attention = (3 if cpu else 2) * model.dim + 2 * _kv_width(model) * (layout.cp if gathers else 1)
+    inside = (attention + 4 * model.hidden) / tp + (run.seq_len / run.micro_batch if gathers else 0)
     statistics = 4 * (model.heads / tp + 2 / along)
-    return 2 * (norm + mask) / along + size * (linear_inputs + (attention + 4 * model.hidden) / tp) + statistics
+    return 2 * (norm + mask) / along + size * (linear_inputs + inside) + statistics
 
 
 def _kept_by_block(model: ModelSpec, run: Pass, layout: Layout) -> float:
@@ -131,7 +134,3 @@ def _tokens(run: Pass, layout: Layout) -> float:
 
 def _kv_width(model: ModelSpec) -> int:
     return model.kv_heads * (model.dim // model.heads)
-
-
-def _kv_copies(run: Pass, layout: Layout) -> int:
-    return layout.cp if run.parallel.context == "all-gather" else 1

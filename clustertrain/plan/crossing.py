@@ -68,7 +68,7 @@ def _context_bytes(layout: Layout, work: Work) -> float:
 def _cost(moved: float | None, device: str, work: Work | None) -> str:
     if moved is None or work is None:
         return "its activations go through the network in every layer; keep the product within a node where you can"
-    size = f"{moved / _GIB:.1f} GiB" if moved >= _GIB else f"{moved / _MIB:.2g} MiB"
+    size = f"{moved / _GIB:.1f} GiB" if moved >= _GIB else f"{moved / _MIB:.1f} MiB"
     text = f"{size} of activations a rank, layer and step go through the network"
     if device == "cpu":
         return text

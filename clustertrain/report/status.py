@@ -6,15 +6,19 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain import fsio
+from clustertrain.plan.layout import Layout
 from clustertrain.report.terminal import Glyphs, duration, meter
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
     from clustertrain.launch.look import Look
+    from clustertrain.run.folder import RunDir
 
 # Colours of the terminal's own palette, which its owner has made readable on dark and on light.
 STYLE = {
@@ -59,6 +63,7 @@ def render(seen: Look, signs: Glyphs) -> RenderableType:
     head.add_row("run", Text(seen.run.id, style="bold"))
     head.add_row("state", styled(seen.state))
     head.add_row("job", f"{seen.job_id or '-'} ({seen.backend})")
+    head.add_row("layout", Text(_layout_of(seen.run)))
     head.add_row("step", steps_of(seen))
     if seen.view is not None and seen.view.state == "PENDING":
         estimate = f", expected to start {local_time(seen.view.start_time)}" if seen.view.start_time else ""
@@ -70,6 +75,13 @@ def render(seen: Look, signs: Glyphs) -> RenderableType:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
     return Group(head, Text(), _attempts(seen), Text(), _goodput(seen.goodput, signs))
+
+
+def _layout_of(run: RunDir) -> str:
+    try:
+        return msgspec.convert((fsio.read_json(run.plan) or {}).get("layout"), Layout).words()
+    except msgspec.ValidationError:  # of another version
+        return "-"
 
 
 def _attempts(seen: Look) -> RenderableType:

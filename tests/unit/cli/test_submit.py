@@ -150,6 +150,88 @@ def test_plan_of_what_does_not_fit_says_so_and_submit_refuses(type_: Type, capsy
     assert type_("submit", *words) == 78
 
 
+THREE_D = ["--nodes", "4", "--gpus", "2", "--layout", "fsdp", "--tp", "2", "--pp", "2", "--device", "cpu"]
+
+
+def test_a_product_of_layouts_reaches_the_plan_of_the_run(
+    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", "--json", *THREE_D, "--set", "parallel.schedule=gpipe") == 0
+    run = Path(json.loads(capsys.readouterr().out)["run_dir"])
+    layout = json.loads((run / "plan.json").read_text())["layout"]
+    assert (layout["strategy"], layout["dp_shard"], layout["tp"], layout["pp"]) == ("fsdp", 2, 2, 2)
+    assert (layout["schedule"], layout["sequence_parallel"]) == ("gpipe", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        (["--layout", "zero1"], "zero1"),
+        (["--layout", "fsdp-grad-op"], "fsdp-grad-op"),
+        (["--layout", "hybrid-shard"], "hybrid-shard"),
+        (["--dp-replicate", "2", "--dp-shard", "4"], "hybrid-shard"),
+        (["--cp", "2", "--layout", "ddp"], "ddp"),
+    ],
+)
+def test_every_layout_has_a_name(
+    words: list[str], strategy: str, type_: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("plan", "--nodes", "2", "--gpus", "4", "--json", *words) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["strategy"] == strategy
+
+
+def test_plan_shows_the_mesh_in_80_columns(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("plan", *THREE_D) == 0
+    out = capsys.readouterr().out
+    assert "fsdp 2, tp 2 + sp, pp 2 (1f1b) on 8 ranks = 4 nodes x 2" in out
+    assert "8 ranks = pp 2 x dp_shard 2 x tp 2" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_status_names_the_layout(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("submit", *THREE_D) == 0
+    assert type_("status") == 0
+    assert "fsdp 2, tp 2 + sp, pp 2 (1f1b)" in capsys.readouterr().out
+
+
+def test_a_layout_that_cannot_be_leaves_nothing_behind(
+    type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", "--gpus", "4", "--tp", "3") == 78
+    assert "4 / 3 = 1.33333" in capsys.readouterr().err
+    assert type_("submit", "--tp", "0") == 2 and type_("submit", "--layout", "zero-1") == 2
+    assert not (tmp_path / "home").exists()
+
+
+def test_submit_notes_what_crosses_nodes(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "4", "--gpus", "1", "--tp", "2"]
+    assert type_("submit", *words) == 0
+    assert "note: tp 2 crosses nodes of 1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["submit", "plan"])
+def test_a_script_that_cannot_drive_its_layout_is_refused(
+    command: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("import torch\nimport clustertrain as ct\nloss.backward()\n")
+    for words in (["--pp", "2"], ["--layout", "zero1"], ["--set", "train.precision=fp16"], ["--cp", "2"]):
+        assert type_(command, "--gpus", "2", *words, "train.py") == 78
+        assert "train.py does not call session.train_step" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+    assert type_(command, "--gpus", "2", "--layout", "fsdp", "train.py") == 0
+    capsys.readouterr()
+    Path("train.py").write_text("import mine\n")
+    assert type_(command, "--gpus", "2", "--pp", "2", "train.py") == 0
+    assert "note: train.py imports modules of its own" in capsys.readouterr().err
+
+
+def test_the_three_dimensional_example_is_accepted(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[3] / "examples" / "three_d.toml"
+    assert type_("submit", "--dry-run", "--json", "--nodes", "4", "--gpus", "2", str(recipe)) == 0
+    layout = json.loads(capsys.readouterr().out)["plan"]["layout"]
+    assert (layout["dp_shard"], layout["tp"], layout["pp"]) == (2, 2, 2)
+
+
 def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() -> None:
     code = (
         "import sys; sys.argv = ['clustertrain', 'submit', {arg!r}]\n"

@@ -8,6 +8,7 @@ import pytest
 
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import GIB, Memory, Pass, activation_bytes, logits_bytes, of_rank
+from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec
 
 LLAMA_7B = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
@@ -90,3 +91,113 @@ def test_the_peak_is_the_sum_of_its_parts_and_fits_means_80_percent() -> None:
 def test_nothing_is_claimed_of_an_unknown_gpu_and_the_cpu_has_no_context() -> None:
     assert rank(Layout(), capacity_gib=None).fits is None
     assert rank(Layout(), device="cpu").overhead_gib == 0
+
+
+def states(memory: Memory) -> float:
+    return ((memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)) * GIB
+
+
+def test_zero_1_divides_the_optimizer_alone() -> None:
+    """4 Psi of weights and 4 of gradients in fp32, 8 Psi / N of AdamW (arXiv 1910.02054, section 5.1)."""
+    memory = rank(Layout(strategy="zero1", zero1=True, dp_replicate=8), compute="fp32")
+    assert states(memory) == pytest.approx((8 + 8 / 8) * LLAMA_7B.parameters(), rel=1e-6)
+    # Whole parameters are dealt out: with very many ranks one still has the largest of them.
+    many = rank(Layout(strategy="zero1", zero1=True, dp_replicate=4096), compute="fp32")
+    assert (many.optimizer_gib or 0) * GIB == 8 * 32000 * 4096
+
+
+def test_zero_2_keeps_the_parameters_and_zero_3_gathers_two_layers() -> None:
+    zero3 = rank(Layout(strategy="fsdp", dp_shard=8))
+    zero2 = rank(Layout(strategy="fsdp-grad-op", dp_shard=8, reshard_after_forward=False))
+    assert (zero2.params_gib or 0) * GIB == pytest.approx(LLAMA_7B.parameters() * (4 / 8 + 2), rel=1e-3)
+    assert zero2.params_gib > zero3.params_gib and zero2.optimizer_gib == zero3.optimizer_gib  # type: ignore[operator]
+
+
+def test_hybrid_shard_divides_by_its_shard_group() -> None:
+    hybrid = rank(Layout(strategy="hybrid-shard", dp_replicate=4, dp_shard=8))
+    assert hybrid == rank(Layout(strategy="fsdp", dp_shard=8))
+    assert (rank(Layout(strategy="fsdp", dp_shard=32)).optimizer_gib or 0) < (hybrid.optimizer_gib or 0)
+
+
+def test_ranks_that_share_a_sequence_share_its_parameters_too() -> None:
+    together = rank(Layout(strategy="fsdp", dp_shard=4, cp=2))
+    assert together.optimizer_gib == rank(Layout(strategy="fsdp", dp_shard=8)).optimizer_gib
+    ring = ParallelSpec(context="ring")
+    halved = rank(Layout(strategy="fsdp", dp_shard=4, cp=2), parallel=ring)
+    assert halved.activations_gib == pytest.approx((rank(Layout(strategy="fsdp", dp_shard=8)).activations_gib or 0) / 2)
+
+
+def test_attentions_mask_makes_gathered_context_dear_for_long_sequences() -> None:
+    layout = Layout(strategy="fsdp", dp_shard=1, cp=8)
+    ring, gathered = (
+        rank(layout, seq_len=65536, parallel=ParallelSpec(context=c)).activations_gib or 0
+        for c in ("ring", "all-gather")
+    )
+    assert (gathered - ring) * GIB > 32 * 65536 * (65536 / 8) * 2
+
+
+def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_rest() -> None:
+    one, two = rank(Layout(), compute="fp32"), rank(Layout(tp=2), compute="fp32")
+    norms = 4096 * (2 * 32 + 1)
+    assert states(two) == pytest.approx(16 * ((LLAMA_7B.parameters() - norms) / 2 + norms))
+    along = rank(Layout(tp=2, sequence_parallel=True), compute="fp32")
+    assert (one.activations_gib or 0) > (two.activations_gib or 0) > (along.activations_gib or 0)
+    assert (two.logits_gib or 0) == (one.logits_gib or 0) / 2
+    whole = rank(Layout(tp=2), compute="fp32", parallel=ParallelSpec(loss_parallel=False))
+    assert whole.logits_gib == one.logits_gib
+
+
+def piped(schedule: str = "1f1b", virtual: int = 1, **changes: Any) -> Memory:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
+    return rank(layout, **{"grad_accum": 16, **changes})
+
+
+def test_a_stage_has_its_layers_and_one_end() -> None:
+    table = 32000 * 4096
+    blocks = 8 * LLAMA_7B.block_parameters()
+    assert states(piped(compute="fp32")) == pytest.approx(16 * (blocks + table), rel=1e-4)
+
+
+def test_the_schedules_hold_what_their_papers_say() -> None:
+    few = piped(compute="fp32").activations_gib or 0
+    assert (piped("gpipe", compute="fp32").activations_gib or 0) == pytest.approx(4 * few, rel=0.01)
+    assert (piped("interleaved", 2, compute="fp32").activations_gib or 0) == pytest.approx(few * (1 + 3 / 8), rel=0.01)
+    # The first rank of 1F1B holds about as many layers as the model has: 4 micro-batches of a quarter.
+    assert few == pytest.approx(rank(Layout(), compute="fp32").activations_gib, rel=0.01)
+    assert (piped(compute="fp32", grad_accum=2).activations_gib or 0) == pytest.approx(few / 2, rel=0.01)
+
+
+def test_the_last_rank_counts_where_the_vocabulary_is_large() -> None:
+    wide = ModelSpec(vocab_size=256_000, dim=256, layers=4, heads=4, kv_heads=4)
+    layout = Layout(pp=2, schedule="1f1b", reshard_after_forward=False)
+    assert (rank(layout, wide, grad_accum=8).logits_gib or 0) > 0
+    assert rank(layout, LLAMA_7B, grad_accum=8, seq_len=8192).logits_gib == 0
+
+
+def test_checkpointing_leaves_the_inputs_and_one_layers_own() -> None:
+    none, selective, full = (
+        rank(Layout(activation_checkpointing=kind), compute="bf16").activations_gib or 0
+        for kind in ("none", "selective", "full")
+    )
+    assert full < selective < none
+    tokens, layers = 2048, 32
+    working = none / layers * GIB
+    assert full * GIB == pytest.approx(2 * tokens * 4096 * layers + working, rel=0.05)  # 2 s b h a layer
+
+
+def test_offload_leaves_what_is_gathered_on_the_device() -> None:
+    on, off = (rank(Layout(strategy="fsdp", dp_shard=8, offload=o)) for o in (False, True))
+    assert off.optimizer_gib == 0 and 0 < (off.params_gib or 0) < (on.params_gib or 0)
+    assert states(on) - states(off) == pytest.approx(16 * LLAMA_7B.parameters() / 8, rel=1e-6)
+
+
+def test_gradients_that_are_reduced_each_time_are_not_kept_whole() -> None:
+    layout = Layout(strategy="fsdp", dp_shard=8)
+    each = rank(layout, grad_accum=4, parallel=ParallelSpec(defer_reduction=False))
+    assert each.grads_gib == rank(layout).grads_gib
+
+
+def test_half_precisions_compute_in_two_bytes() -> None:
+    layout = Layout(strategy="fsdp", dp_shard=8)
+    bf16, fp16, fp8, tf32 = (rank(layout, compute=c).activations_gib for c in ("bf16", "fp16", "fp8", "tf32"))
+    assert bf16 == fp16 == fp8 and tf32 == rank(layout, compute="fp32").activations_gib

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import Plan, flops_per_step, plan, require_fit
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
 
 SMALL = ModelSpec()
@@ -165,3 +167,100 @@ def test_the_lead_fits_the_time_limit() -> None:
     short = chosen(spec(time="3"))
     assert short.signal_lead_s == 90
     assert any("time limit of 180 s" in reason for reason in short.reasons)
+
+
+def test_the_whole_layout_reaches_the_plan() -> None:
+    recipe = Recipe(
+        model=SMALL,
+        parallel=ParallelSpec(schedule="interleaved", activation_checkpointing="full", offload=True),
+        train=TrainSpec(global_batch=64),
+    )
+    made = chosen(RunSpec(job=JobSpec(nodes=2, gpus=8, layout="fsdp", tp=2, cp=2, pp=2), recipe=recipe))
+    assert made.layout == Layout(
+        strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True, cp=2, pp=2, schedule="interleaved",
+        virtual_stages=2, activation_checkpointing="full", reshard_after_forward=False, offload=True,
+    )  # fmt: skip
+    assert made.layout.world_size == made.world_size == 16
+    assert any("reshard_after_forward off" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize(
+    ("layout", "degrees", "expected"),
+    [
+        ("zero1", {}, {"dp_replicate": 16, "zero1": True, "reshard_after_forward": True}),
+        ("fsdp-grad-op", {}, {"dp_shard": 16, "reshard_after_forward": False}),
+        ("hybrid-shard", {}, {"dp_replicate": 2, "dp_shard": 8, "reshard_after_forward": True}),
+        ("hybrid-shard", {"dp_shard": 4}, {"dp_replicate": 4, "dp_shard": 4}),
+        ("ddp", {"tp": 2}, {"dp_replicate": 8, "tp": 2, "schedule": None, "virtual_stages": 1}),
+    ],
+)
+def test_a_strategy_that_was_asked_for(layout: str, degrees: dict[str, int], expected: dict[str, Any]) -> None:
+    made = chosen(spec(layout=layout, gpu_type="h100", **degrees)).layout
+    assert made.strategy == layout
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategy"),
+    [
+        ({"dp_shard": 16}, "fsdp"),
+        ({"dp_replicate": 16}, "ddp"),
+        ({"dp_shard": 8}, "hybrid-shard"),
+        ({"dp_replicate": 2}, "hybrid-shard"),
+        ({"dp_replicate": 1}, "fsdp"),
+        ({"dp_shard": 1}, "ddp"),
+        ({"dp_shard": 8, "tp": 2}, "fsdp"),
+    ],
+)
+def test_degrees_alone_say_which_strategy(degrees: dict[str, int], strategy: str) -> None:
+    made = chosen(spec(gpu_type="h100", **degrees))
+    assert made.layout.strategy == strategy
+    assert any("--dp-replicate and --dp-shard" in reason for reason in made.reasons)
+
+
+def test_auto_chooses_by_the_memory_that_the_other_degrees_leave() -> None:
+    large = {"gpu_type": "h100", "seq_len": 2048}
+    assert chosen(spec(LARGE, **large)).layout.strategy == "fsdp"
+    split = chosen(spec(LARGE, tp=8, **large))
+    assert (split.layout.strategy, split.layout.dp_replicate, split.layout.tp) == ("ddp", 2, 8)
+    assert split.memory.fits is True
+    still = chosen(spec(LARGE, tp=2, **large))
+    assert (still.layout.strategy, still.layout.dp_shard) == ("fsdp", 8)
+
+
+def test_one_data_parallel_rank_is_single() -> None:
+    for layout in ("auto", "ddp", "fsdp", "fsdp-grad-op"):
+        made = chosen(spec(nodes=1, layout=layout, tp=2, pp=4, gpu_type="h100"))
+        assert (made.layout.strategy, made.layout.data_parallel) == ("single", 1)
+        assert "single: tp 2 x pp 4 takes all 8 ranks" in made.reasons[0]
+
+
+def test_ranks_that_share_a_sequence_may_share_the_parameters() -> None:
+    job = {"nodes": 1, "gpu_type": "h100", "cp": 8, "seq_len": 2048}
+    assert chosen(spec(nodes=1, cp=8, gpu_type="h100")).layout.strategy == "single"
+    for layout in ("auto", "fsdp"):
+        made = chosen(spec(LARGE, layout=layout, **job)).layout
+        assert (made.strategy, made.dp_shard, made.fully_sharded) == ("fsdp", 1, True)
+
+
+def test_a_pipeline_gets_many_equal_micro_batches() -> None:
+    made = chosen(spec(nodes=1, pp=4, layout="ddp", gpu_type="h100", batch=128))
+    assert (made.layout.dp_replicate, made.batch.grad_accum, made.batch.micro_batch) == (2, 16, 4)
+    few = chosen(spec(nodes=1, pp=4, layout="ddp", gpu_type="h100", batch=12))
+    assert (few.batch.grad_accum, few.batch.micro_batch) == (6, 1)
+    default = chosen(spec(nodes=8, pp=4, layout="ddp", gpu_type="h100", batch=0))
+    assert default.batch.grad_accum % 4 == 0 and default.batch.global_batch == 64
+
+
+def test_the_cost_of_crossing_nodes_is_a_reason_and_a_warning() -> None:
+    wide = ModelSpec(dim=1024, heads=16, kv_heads=16)
+    made = chosen(spec(wide, tp=16, gpu_type="h100"))
+    (warning,) = made.warnings
+    assert warning.startswith("tp 16 crosses nodes of 8: ") and warning in made.reasons
+    assert chosen(spec(wide, tp=8, gpu_type="h100")).warnings == ()
+
+
+def test_what_does_not_fit_is_told_what_would_help() -> None:
+    made = chosen(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
+    with pytest.raises(ConfigError, match="activation_checkpointing=full"):
+        require_fit(made)

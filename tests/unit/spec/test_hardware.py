@@ -44,3 +44,13 @@ def test_every_type_has_a_source_and_plausible_memory() -> None:
         assert gpu.source
         assert 8 <= gpu.capacity_gib <= gpu.memory_gib <= 512
         assert hardware.find(gpu.name) is gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [("v100", False), ("a100", False), ("a10", False), ("l40s", True), ("h100", True), ("b200", True),
+     ("mi250x", False), ("mi300x", True)],
+)  # fmt: skip
+def test_which_types_multiply_in_fp8(name: str, fp8: bool) -> None:
+    gpu = hardware.find(name)
+    assert gpu is not None and gpu.fp8 is fp8

@@ -1,0 +1,150 @@
+"""What is refused before the queue, each with its arithmetic and its way out; and what is only noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.planner import Plan, plan
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+
+MODEL = ModelSpec(vocab_size=256, dim=64, layers=8, heads=8, kv_heads=4)
+
+
+def planned(
+    job: dict[str, Any],
+    *,
+    parallel: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    model: ModelSpec = MODEL,
+    seq_len: int = 256,
+    device: str = "cuda",
+    script: bool = False,
+) -> Plan:
+    recipe = Recipe(
+        model=model,
+        data=DataSpec(seq_len=seq_len),
+        parallel=ParallelSpec(**(parallel or {})),
+        train=TrainSpec(**{"global_batch": 64, **(train or {})}),
+    )
+    spec = RunSpec(
+        job=JobSpec(**{"nodes": 2, "gpus": 8, **job}),
+        recipe=recipe,
+        script=ScriptSpec(path="train.py", cwd="/") if script else None,
+    )
+    return plan(spec, ClusterProfile(), device)
+
+
+Case = tuple[dict[str, Any], dict[str, Any], str, str]
+REFUSED: dict[str, Case] = {
+    "product": ({"tp": 3}, {}, "16 / 3 = 5.33333", "divides the world size"),
+    "dp-product": ({"layout": "hybrid-shard", "dp_shard": 3}, {}, "and there are 16 ranks", "= 16"),
+    "one-node": ({"layout": "hybrid-shard", "nodes": 1}, {}, "one node of 8", "--layout fsdp"),
+    "zero1-tp": ({"layout": "zero1", "tp": 2}, {}, "tp 2 splits them", "fsdp-grad-op"),
+    "zero1-cp-pp": ({"layout": "zero1", "cp": 2, "pp": 2}, {}, "cp 2, pp 2", "fsdp-grad-op"),
+    "deep": ({"pp": 16}, {}, "16 stages, and model.layers = 8", "--pp 8 or less"),
+    "deep-virtual": (
+        {"pp": 8},
+        {"parallel": {"schedule": "interleaved"}},
+        "pp 8 x virtual_stages 2 = 16 stages",
+        "one stage a rank, or --pp 4 or less, or model.layers of at least 16",
+    ),
+    "split": ({"pp": 4}, {"parallel": {"split": ("layers.4",)}}, "have 3", "name 3 modules"),
+    "heads": ({"tp": 16}, {}, "model.heads = 8 (8 / 16 = 0.5)", "--tp 2 or 4"),
+    "kv-heads": ({"tp": 8}, {}, "tp 8 does not divide model.kv_heads = 4 (4 / 8 = 0.5)", "--tp 2 or 4"),
+    "ffn": (
+        {"tp": 2},
+        {"model": ModelSpec(dim=64, heads=8, kv_heads=4, ffn_dim=99)},
+        "model.ffn_dim = 99 (99 / 2 = 49.5)",
+        "leave --tp out",
+    ),
+    "vocabulary": (
+        {"tp": 4},
+        {"model": ModelSpec(vocab_size=50258, dim=64, heads=8, kv_heads=4)},
+        "model.vocab_size = 50258 (50258 / 4 = 12564.5)",
+        "--tp 2,",
+    ),
+    "sequence-cp": ({"cp": 4}, {"seq_len": 250}, "(cp 4): 250 / 4 = 62.5", "248 or 252"),
+    "sequence-tp": (
+        {"tp": 4},
+        {"seq_len": 250},
+        "tp 4 with sequence parallel): 250 / 4",
+        "sequence_parallel = false",
+    ),
+    "sequence-both": ({"tp": 4, "cp": 4}, {"seq_len": 248}, "16 parts (cp 4 x tp 4", "240 or 256"),
+    "1f1b": (
+        {"pp": 8},
+        {"train": {"global_batch": 8}},
+        "1f1b needs as many micro-batches as stages, 8, and there would be 4",
+        "a global batch of 16",
+    ),
+    "1f1b-single": ({"pp": 8}, {"train": {"micro_batch": 32}}, "there would be 1", "micro_batch = 4 or 2 or 1"),
+    "interleaved": (
+        {"nodes": 1, "gpus": 4, "pp": 4},
+        {"parallel": {"schedule": "interleaved"}, "train": {"global_batch": 11, "micro_batch": 1}},
+        "11 // pp 4 = 2 rounds of equally many micro-batches, 11 / 2 = 5.5",
+        "parallel.schedule = 'gpipe'",
+    ),
+    "batch": ({"tp": 2}, {"train": {"global_batch": 60}}, "60 / 8 = 7.5", "56 or 64"),
+    "fp8-old": ({"gpu_type": "a100"}, {"train": {"precision": "fp8"}}, "matrix units of a100", "'bf16'"),
+    "fp8-cpu": ({}, {"train": {"precision": "fp8"}, "device": "cpu"}, "CPUs have no fp8", "'bf16' or 'fp32'"),
+    "async-tp-cpu": (
+        {"tp": 2},
+        {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"},
+        "parallel.async_tp",
+        "leave it out",
+    ),
+    "ring-cpu": ({"cp": 2}, {"parallel": {"context": "ring"}, "device": "cpu"}, "ring attention", "'all-gather'"),
+    "offload-cpu": ({"layout": "fsdp"}, {"parallel": {"offload": True}, "device": "cpu"}, "no GPU memory", "leave it"),
+    "compiled-halves": (
+        {"pp": 2},
+        {"parallel": {"compile": True, "schedule": "zero-bubble"}},
+        "parallel.compile with schedule zero-bubble",
+        "leave one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
+    job, rest, said, fix = REFUSED[case]
+    with pytest.raises(ConfigError) as e:
+        planned(job, **rest)
+    assert said in e.value.message
+    assert e.value.fix is not None and fix in e.value.fix
+    assert e.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("job", "rest"),
+    [
+        ({"pp": 8}, {}),
+        ({"pp": 4}, {"parallel": {"schedule": "interleaved"}}),
+        ({"pp": 4}, {"parallel": {"split": ("layers.1", "layers.2", "layers.3")}}),
+        ({"tp": 4}, {"seq_len": 250, "parallel": {"sequence_parallel": False}}),
+        ({"pp": 8}, {"parallel": {"schedule": "gpipe"}, "train": {"micro_batch": 32}}),
+        ({"gpu_type": "h100"}, {"train": {"precision": "fp8"}}),
+        # What does not belong to the layout in use has no effect.
+        ({"layout": "ddp"}, {"parallel": {"offload": True, "context": "ring"}, "device": "cpu"}),
+        ({}, {"parallel": {"async_tp": True, "compile": True}, "device": "cpu"}),
+        # A script's model is not known before it runs.
+        ({"tp": 16}, {"script": True}),
+        ({"pp": 16}, {"script": True}),
+    ],
+)
+def test_what_can_run_is_not_refused(job: dict[str, Any], rest: dict[str, Any]) -> None:
+    planned(job, **rest)
+
+
+def test_what_runs_slowly_or_may_not_run_is_noted() -> None:
+    made = planned({}, train={"precision": "fp16"}, device="cpu")
+    assert any("fp16 on the CPU" in note for note in made.warnings)
+    made = planned({"gpu_type": "x9000"}, train={"precision": "fp8"})
+    assert any("compute capability 8.9" in note for note in made.warnings)
+    assert set(made.warnings) <= set(made.reasons)
+    assert planned({"gpu_type": "h100"}, train={"precision": "fp8"}).warnings == ()

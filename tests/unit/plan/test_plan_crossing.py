@@ -1,0 +1,60 @@
+"""Groups across the borders of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.crossing import Work, warnings
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import ModelSpec
+
+MODEL = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8)
+WORK = Work(MODEL, Pass(seq_len=4096, micro_batch=1, grad_accum=4, compute="bf16", device="cuda"))
+
+
+def said(nodes: int = 4, gpus: int = 8, device: str = "cuda", work: Work | None = WORK, **layout: Any) -> list[str]:
+    return warnings(Layout(**layout), nodes, gpus, device, work)
+
+
+def test_groups_inside_a_node_are_not_mentioned() -> None:
+    assert said(strategy="fsdp", dp_shard=4, tp=8) == []
+    assert said(strategy="fsdp", dp_shard=32) == [] and said(strategy="ddp", dp_replicate=32) == []
+    assert said(strategy="hybrid-shard", dp_replicate=4, dp_shard=4, tp=2) == []
+    assert said(nodes=1, gpus=8, strategy="fsdp", dp_shard=1, tp=3) == []
+
+
+def test_tensor_parallel_across_nodes_says_what_it_costs() -> None:
+    (warning,) = said(strategy="fsdp", dp_shard=2, tp=16)
+    # 4 micro-batches x 4 all-reduces of 4096 x 4096 bf16, each 2 x 15/16 of its size: 960 MiB a layer.
+    assert "tp 16 crosses nodes of 8: 960.0 MiB" in warning
+    # 32 layers: 32.2 GB over 50 GB/s.
+    assert "0.64 s a step at 50 GB/s" in warning and "NVLink 0.072 s" in warning
+    assert "NVLink" not in said(strategy="fsdp", dp_shard=2, tp=16, device="cpu")[0]
+
+
+def test_tensor_parallel_that_does_not_divide_a_node_crosses_it_too() -> None:
+    (warning,) = said(nodes=3, gpus=8, strategy="ddp", dp_replicate=8, tp=3)
+    assert "tp 3 crosses nodes of 8" in warning
+
+
+def test_context_parallel_across_nodes() -> None:
+    (warning,) = said(strategy="ddp", dp_replicate=2, tp=2, cp=8)
+    assert "tp 2 x cp 8 crosses nodes of 8" in warning and "MiB" in warning
+
+
+def test_a_scripts_model_is_not_guessed() -> None:
+    (warning,) = said(strategy="ddp", dp_replicate=2, tp=16, work=None)
+    assert "in every layer" in warning and "GiB" not in warning
+
+
+def test_a_shard_group_of_hybrid_shard_across_nodes() -> None:
+    (warning,) = said(strategy="hybrid-shard", dp_replicate=2, dp_shard=16)
+    assert "16 ranks does not fit a node of 8" in warning and "--dp-shard 8 would stay inside" in warning
+
+
+def test_shard_groups_that_lie_partly_across_a_border() -> None:
+    (warning,) = said(nodes=3, gpus=8, strategy="hybrid-shard", dp_replicate=4, dp_shard=6)
+    assert "groups of 6 ranks" in warning and "do not line up with nodes of 8" in warning
+    (warning,) = said(nodes=3, gpus=8, strategy="fsdp", dp_shard=12, pp=2, schedule="1f1b")
+    assert "groups of 12 ranks" in warning

@@ -1,0 +1,72 @@
+"""The rules of the schedules against torch's own constructors, and what a rank holds at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+from clustertrain.plan import pipeline
+from clustertrain.plan.layout import Layout
+
+CLASSES: dict[str, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+def torch_takes(layout: Layout, micro_batches: int) -> bool:
+    """Whether the schedule can be made; one rank's stages stand in for all, nothing runs."""
+    made = CLASSES[layout.schedule or ""]
+    stages = [
+        SimpleNamespace(
+            stage_index=i * layout.pp, num_stages=pipeline.stages(layout), group_size=layout.pp, group_rank=0,
+            submod=nn.Identity(), is_first=i == 0, is_last=False, has_backward=True,
+        )
+        for i in range(layout.virtual_stages)
+    ]  # fmt: skip
+    single = layout.schedule in ("gpipe", "1f1b")
+    try:
+        made(stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", CLASSES)
+def test_what_is_refused_is_what_torch_refuses(schedule: str) -> None:
+    refused = 0
+    for pp in (2, 3, 4):
+        layout = Layout(pp=pp, schedule=schedule, virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2)
+        for micro_batches in range(1, 14):
+            why = pipeline.why_not(layout, micro_batches)
+            assert (why == "") is torch_takes(layout, micro_batches), (pp, micro_batches, why)
+            refused += bool(why)
+    assert (refused > 0) is (schedule in ("1f1b", "interleaved", "zero-bubble"))
+
+
+def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
+    assert pipeline.why_not(Layout(), 1) == "" and pipeline.enough(Layout()) == 1
+    assert pipeline.in_flight(Layout(), 7) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "first", "last"),
+    [
+        ("gpipe", 1, 16, 16),
+        ("1f1b", 1, 4, 1),
+        ("interleaved", 2, 4 * (1 + 3 / 8), 2.5),  # Korthikanti: L (1 + (p - 1) / (p v)); the last rank: (v - 1) p + 1
+        ("zero-bubble", 2, 4, 4),
+        ("zbv", 2, 4, 4),
+    ],
+)
+def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last: float) -> None:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
+    assert pipeline.in_flight(layout, 16) == (first, last)
+    assert max(pipeline.in_flight(layout, 2)) <= 2

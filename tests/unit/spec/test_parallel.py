@@ -1,0 +1,50 @@
+"""The [parallel] table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+
+
+def table(**values: Any) -> ParallelSpec:
+    return build({"parallel": values}, Recipe, "recipe.toml").parallel
+
+
+@pytest.mark.parametrize(
+    ("values", "stages"),
+    [
+        ({}, 1),
+        ({"schedule": "gpipe"}, 1),
+        ({"schedule": "interleaved"}, 2),
+        ({"schedule": "interleaved", "virtual_stages": 4}, 4),
+        ({"schedule": "zero-bubble", "virtual_stages": 1}, 1),
+        ({"schedule": "zbv"}, 2),
+    ],
+)
+def test_stages_a_rank(values: dict[str, Any], stages: int) -> None:
+    assert table(**values).stages_a_rank == stages
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"schedul": "1f1b"}, "did you mean schedule"),
+        ({"schedule": "1f2b"}, "parallel.schedule"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "takes one stage a rank"),
+        ({"schedule": "zbv", "virtual_stages": 3}, "takes two stages a rank"),
+        ({"virtual_stages": -1}, "must be 0"),
+        ({"async_tp": True}, "needs compile = true"),
+        ({"bucket_mib": 0}, "bucket_mib = 0"),
+        ({"offload": "yes"}, "parallel.offload"),
+    ],
+)
+def test_what_cannot_be_names_the_key(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        table(**values)
+    assert said in str(e.value)
