@@ -107,8 +107,9 @@ def accumulations(layout: str) -> tuple[int, int]:
 
 def table() -> list[Cell]:
     """Every layout with AdamW in every combination, and once with SGD, in fp32 where the limits are tight. That one
-    has selective checkpointing, which the others leave out. Two layouts, one of each numeric policy, have SGD in the
-    lower precisions too."""
+    has selective checkpointing, which the others leave out; not so zero-bubble, whose backward is in two parts where
+    torch's selective checkpointing allows one. Two layouts, one of each numeric policy, have SGD in the lower
+    precisions too."""
     cells = [
         Cell(layout, precision, n, checkpointing, "adamw")
         for layout in LAYOUTS
@@ -116,7 +117,9 @@ def table() -> list[Cell]:
         for n in accumulations(layout)
         for checkpointing in CHECKPOINTING
     ]
-    cells += [Cell(layout, "fp32", accumulations(layout)[1], "selective", "sgd") for layout in LAYOUTS]
+    for layout, shape in LAYOUTS.items():
+        kind = "full" if shape.schedule == "zero-bubble" else "selective"
+        cells.append(Cell(layout, "fp32", accumulations(layout)[1], kind, "sgd"))
     cells += [Cell(layout, p, 1, "none", "sgd") for layout in ("ddp", "fsdp") for p in PRECISIONS[1:]]
     return cells
 
@@ -131,13 +134,13 @@ def pairs(cells: Iterable[Cell]) -> set[frozenset[tuple[str, Any]]]:
 
 
 def covering() -> list[Cell]:
-    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn, and then
-    the cheapest cells that bring pairs not met so far."""
+    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of eight
+    ranks the cheapest), and then the cheapest cells that bring pairs not met so far."""
     every = table()
     chosen = []
     for i, layout in enumerate(LAYOUTS):
         own = [c for c in every if c.layout == layout and c.precision == "fp32"]
-        chosen.append(own[i % len(own)])
+        chosen.append(own[i % len(own)] if LAYOUTS[layout].world_size < 8 else own[0])
     missing = pairs(every) - pairs(chosen)
     while missing:
         best = max(every, key=lambda c: (len(pairs([c]) & missing), -c.shape.world_size))

@@ -1,0 +1,328 @@
+"""What the built-in trainer adds to a step: its tokens/s against a bare PyTorch loop with the same model and layout.
+
+Both train in the same processes, block of steps by block of steps in turn, so that whatever else the machine does meets
+both. The trainer is the real one, ``clustertrain.train.loop`` in a run directory with loader, schedule, stop agreement
+and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from one
+``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
+
+    python -m benchmarks.step_overhead --pairs 30 --layouts single ddp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import measure
+from benchmarks.measure import CannotRun
+from clustertrain import fsio, settings
+from clustertrain.plan.layout import Batch, Layout
+from clustertrain.plan.planner import flops_per_step
+from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.train import optim, schedule
+from clustertrain.train.context import read_plan
+from clustertrain.train.model import Decoder
+from clustertrain.train.session import Session
+from clustertrain.train.text import ByteText
+from tests.ranks.rank_pool import Ranks
+
+WARMUP = 3  # blocks
+TIMEOUT_S = 1200.0
+LEAST_STEP_S = 0.2
+# Dense bf16 of the data sheets, FLOP/s, for the model FLOPs utilisation.
+PEAK = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``block``: steps in a row of either side. On a GPU more than one, since only their end waits for the device."""
+
+    device: str
+    precision: str
+    compile: bool
+    block: int
+    goal: float
+    layouts: dict[str, Layout]
+    model: dict[str, int]
+    seq_len: int
+    global_batch: int
+    micro_batch: int
+
+
+CPU = Setting(
+    device="cpu",
+    precision="fp32",
+    compile=False,
+    block=1,
+    goal=1.02,
+    layouts={
+        "single": Layout(),
+        "ddp": Layout(strategy="ddp", dp_replicate=2),
+        "fsdp": Layout(strategy="fsdp", dp_shard=2),
+    },
+    model={"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2},
+    seq_len=256,
+    global_batch=8,
+    micro_batch=2,
+)
+# About 1.1e9 parameters.
+CUDA = Setting(
+    device="cuda",
+    precision="bf16",
+    compile=True,
+    block=10,
+    goal=1.01,
+    layouts={"single": Layout()},
+    model={"dim": 2048, "layers": 22, "heads": 16, "kv_heads": 8, "vocab_size": 32_000},
+    seq_len=2048,
+    global_batch=16,
+    micro_batch=4,
+)
+
+
+class Bare:
+    """The loop one would write without us, with the same tuning: nothing here but torch, model, text and schedule."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, batch: Batch, device: torch.device, precision: str) -> None:
+        self._recipe, self._layout, self._batch, self._device = recipe, layout, batch, device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(0)
+        with device:
+            model = Decoder(recipe.model)
+        if recipe.parallel.compile:
+            for block in model.layers.values():
+                block.compile(fullgraph=True)
+        sharded = layout.strategy == "fsdp"
+        dtype = torch.bfloat16 if precision == "bf16" else None
+        if sharded:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for block in model.layers.values():
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        groups = optim.decay_groups(model, recipe.optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, device))
+        self._model: Any = model
+        if layout.strategy == "ddp":
+            self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self._autocast_to = None if sharded else dtype
+        self._data = ByteText(recipe.data)
+        self._place = 0
+        self._step = 0
+
+    def step(self) -> torch.Tensor:
+        """Returns the loss of this rank's samples."""
+        self._set_lr()
+        parts = [self._micro_batch() for _ in range(self._batch.grad_accum)]
+        total = torch.zeros((), device=self._device)
+        for i, (inputs, targets) in enumerate(parts):
+            with self._synchronised(last=i == len(parts) - 1):
+                with self._autocast():
+                    logits = self._model(inputs)
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.optim.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+    def _set_lr(self) -> None:
+        spec = self._recipe
+        warmup = schedule.warmup_steps(spec.schedule, spec.train.steps)
+        self._step += 1
+        lr = schedule.warmup_cosine(
+            self._step, spec.train.steps, peak=spec.optim.lr, warmup=warmup, floor=spec.schedule.floor
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def _micro_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        n = self._batch.micro_batch
+        first = self._place + self._rank * n
+        self._place += n * self._layout.world_size
+        rows = [self._data[i % len(self._data)] for i in range(first, first + n)]
+        inputs, targets = (torch.stack(side).to(self._device) for side in zip(*rows, strict=True))
+        return inputs, targets
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self._device.type, dtype=self._autocast_to) if self._autocast_to else nullcontext()
+
+    def _synchronised(self, *, last: bool) -> Any:
+        if self._layout.strategy == "ddp" and not last:
+            return self._model.no_sync()
+        if self._layout.strategy == "fsdp":
+            self._model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+def interleave(run_dir: str, out: str, block: int, device: str) -> None:
+    """Setup of a rank: from here on the bare loop runs between the steps of the session. Rank 0 writes the seconds of
+    each block to ``out``, as pairs (trainer's, bare loop's)."""
+    os.environ[settings.DEVICE] = device
+    run = RunDir(Path(run_dir))
+    recipe = load_spec(run).recipe
+    layout, batch, precision = read_plan(run)
+    original = Session.steps
+
+    def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
+        bare = Bare(recipe, layout, batch, self.device, precision)
+        pairs: list[tuple[float, float]] = []
+        theirs = original(self, *args, **kwargs)
+        step = next(theirs)
+        while True:
+            started = _now(self.device)
+            for i in range(block):
+                yield step
+                last = next(theirs, None)
+                if last is None:
+                    return
+                step = last
+                if i == block - 1:
+                    ours_s = _now(self.device) - started
+            started = _now(self.device)
+            for _ in range(block):
+                bare.step()
+            pairs.append((ours_s, _now(self.device) - started))
+            if self.is_main:
+                Path(out).write_text(json.dumps(pairs))
+
+    Session.steps = steps  # type: ignore[method-assign]
+
+
+def _now(device: torch.device) -> float:
+    """When all ranks have come here and the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter()
+
+
+def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunDir:
+    run = RunDir(path)
+    (run.path / "attempts").mkdir(parents=True)
+    recipe = {
+        "model": setting.model,
+        "data": {"seq_len": setting.seq_len, "max_bytes": 8_000_000},
+        # One more, whose end is the end of the run and belongs to no block.
+        "train": {"steps": blocks * setting.block + 1, "global_batch": setting.global_batch, "log_every": 10},
+        "checkpoint": {"every": 10**9},
+        "parallel": {"compile": setting.compile},
+    }
+    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+    batch = {
+        "micro_batch": setting.micro_batch,
+        "grad_accum": setting.global_batch // layout.data_parallel // setting.micro_batch,
+        "global_batch": setting.global_batch,
+        "tokens_per_step": setting.global_batch * setting.seq_len,
+    }
+    fields = {f: getattr(layout, f) for f in Layout.__struct_fields__}
+    fsio.write_json(run.plan, {"layout": fields, "batch": batch, "precision": setting.precision})
+    return run
+
+
+def timed(setting: Setting, name: str, pairs: int) -> dict[str, Any]:
+    """One row of the result. Raises CannotRun when the ranks failed or a step is too short to tell."""
+    layout = setting.layouts[name]
+    with tempfile.TemporaryDirectory(prefix="step-overhead-") as folder:
+        out = Path(folder, "pairs.json")
+        run = _make_run(Path(folder, "run"), setting, layout, WARMUP + pairs)
+        ranks = Ranks(
+            run,
+            layout.world_size,
+            setup=interleave,
+            args=(str(run.path), str(out), setting.block, setting.device),
+        )
+        try:
+            codes = ranks.wait(TIMEOUT_S)
+        except AssertionError as e:
+            raise CannotRun(str(e)[-2000:]) from e
+        if any(codes):
+            raise CannotRun(f"{name}: exit codes {codes}: {ranks.logs()[-2000:]}")
+        found = [(a / setting.block, b / setting.block) for a, b in json.loads(out.read_text())][WARMUP:]
+        spec = load_spec(run)
+    ours, bare = ([p[i] for p in found] for i in range(2))
+    if setting.device == "cpu" and statistics.median(bare) < LEAST_STEP_S:
+        raise CannotRun(f"{name}: a step takes {statistics.median(bare):.3f} s, {LEAST_STEP_S} s are needed to tell")
+    ratios = [a / b for a, b in found]
+    tokens = setting.global_batch * setting.seq_len
+    row: dict[str, Any] = {
+        "layout": name,
+        "ranks": layout.world_size,
+        "pairs": len(found),
+        "steps_a_block": setting.block,
+        "ours_step_s": measure.spread(ours),
+        "bare_step_s": measure.spread(bare),
+        "ours_tokens_per_s": round(tokens / statistics.median(ours)),
+        "bare_tokens_per_s": round(tokens / statistics.median(bare)),
+        "ratio": {**measure.spread(ratios), "standard_error": _error(ratios)},
+        "goal": setting.goal,
+        "met": statistics.median(ratios) <= setting.goal,
+    }
+    peak = next((v for k, v in PEAK.items() if k in _device_name(setting)), None)
+    if peak is not None:
+        flops = flops_per_step(spec, setting.global_batch) / layout.world_size
+        row["mfu"] = {"ours": flops / statistics.median(ours) / peak, "bare": flops / statistics.median(bare) / peak}
+    return row
+
+
+def _error(ratios: list[float]) -> float:
+    """Of the median, for values spread about normally."""
+    return round(1.2533 * statistics.stdev(ratios) / math.sqrt(len(ratios)), 4) if len(ratios) > 1 else math.inf
+
+
+def _device_name(setting: Setting) -> str:
+    return torch.cuda.get_device_name(0) if setting.device == "cuda" else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead")
+    parser.add_argument("--pairs", type=int, default=40, help="blocks of either side that count")
+    parser.add_argument("--layouts", nargs="*", metavar="NAME", help="default: all of the device's")
+    options = parser.parse_args(argv if argv is not None else [])
+    setting = CUDA if torch.cuda.is_available() else CPU
+    result = measure.context(("clustertrain", "torch"))
+    result["device"] = _device_name(setting) or "cpu"
+    result["setting"] = {"model": setting.model, "seq_len": setting.seq_len, "global_batch": setting.global_batch,
+                         "micro_batch": setting.micro_batch, "precision": setting.precision,
+                         "compile": setting.compile}  # fmt: skip
+    result["rows"] = []
+    for name in options.layouts or setting.layouts:
+        row = timed(setting, name, options.pairs)
+        result["rows"].append(row)
+        ratio = row["ratio"]
+        print(
+            f"{name}: {row['ours_tokens_per_s']} tokens/s, bare {row['bare_tokens_per_s']}; a step "
+            f"{row['ours_step_s']['median']:.3f} s; ratio {ratio['median']:.4f} +- {ratio['standard_error']:.4f} "
+            f"(goal {row['goal']}): {'met' if row['met'] else 'MISSED'}"
+            + (f"; mfu {row['mfu']}" if "mfu" in row else ""),
+            flush=True,
+        )
+    path = measure.write("step_overhead", result)
+    print(f"written to {path.relative_to(measure.ROOT)}")
+    return 0 if all(row["met"] for row in result["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
