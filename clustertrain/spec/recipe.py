@@ -5,19 +5,35 @@ The same file may carry ``[job]`` (see :mod:`clustertrain.spec.job`) and ``[env]
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import msgspec
 
+from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.presets import PRESETS
 from clustertrain.spec.ranges import positive, within
+from clustertrain.spec.strict import nearest
 
+ModelKind = Literal["decoder", "convnet", "two-tower"]
+DataKind = Literal["auto", "text", "pairs", "images"]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A Llama-style decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+    """The ``[model]`` table. A decoder is Llama-style: RMSNorm, RoPE, SwiGLU, grouped-query attention; so is each
+    encoder of a two-tower model, and has these sizes. What does not belong to the kind in use has no effect.
 
+    ``preset`` names sizes (:mod:`clustertrain.spec.presets`) which ``submit`` has put under those of the recipe.
+    """
+
+    kind: ModelKind = "decoder"
+    preset: str = ""
+    entry: str = ""  # "package.module:function", which is called with args and returns the module to train
+    args: dict[str, Any] = {}
+    convnet: ConvnetSpec = ConvnetSpec()
+    two_tower: TwoTowerSpec = TwoTowerSpec()
     vocab_size: int = 256
     dim: int = 128
     layers: int = 4
@@ -30,6 +46,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     dropout: float = 0.0  # on residual branches and embeddings
 
     def __post_init__(self) -> None:
+        self._check_names()
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "rope_theta", "norm_eps"):
             positive(name, getattr(self, name))
         if self.dim % self.heads:
@@ -41,6 +58,22 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.ffn_dim < 0:
             raise ValueError(f"ffn_dim = {self.ffn_dim}: must be 0 (derived) or more")
         within("dropout", self.dropout, 0.0, 0.9)
+
+    def _check_names(self) -> None:
+        if self.preset and self.preset not in PRESETS:
+            raise ValueError(f"preset = {self.preset!r}: {nearest(self.preset, list(PRESETS))}")
+        if self.preset and (self.entry or self.kind == "convnet"):
+            raise ValueError(f"preset = {self.preset!r} is one of the transformers: leave it out")
+        if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
+            raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
+        if self.entry and self.kind != "decoder":
+            raise ValueError(f"entry and kind = {self.kind!r}: the entry makes the model, leave the kind out")
+        if self.args and not self.entry:
+            raise ValueError("args are those of an entry, and there is none")
+
+    @property
+    def is_decoder(self) -> bool:
+        return self.kind == "decoder" and not self.entry
 
     @property
     def hidden(self) -> int:
@@ -54,24 +87,36 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return attention + 3 * self.dim * self.hidden + 2 * self.dim
 
     def parameters(self) -> int:
-        """Number of parameters, counted from the shapes."""
+        """Number of parameters, counted from the shapes; an entry's are not known."""
+        if self.kind == "convnet":
+            return self.convnet.parameters()
+        if self.kind == "two-tower":
+            tower = self.vocab_size * self.dim + self.layers * self.block_parameters() + self.dim
+            return 2 * (tower + self.dim * self.two_tower.embedding) + self.two_tower.learn_temperature
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.layers * self.block_parameters() + embeddings + self.dim
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Byte-level text. ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python
-    standard library's own source."""
+    """Byte-level text, pairs of passages of it, or images with classes.
 
-    path: str = "stdlib"
+    Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
+    library's own source. Of images it is an ``.npz`` file or a folder with a folder for each class; ``shapes`` are
+    drawn.
+    """
+
+    kind: DataKind = "auto"  # what the kind of the model learns from; an entry's: text
+    path: str = ""  # stdlib or shapes
     pattern: str = "*.py"
-    seq_len: int = 256
+    seq_len: int = 256  # bytes of a sample; of a pair: of each passage
     max_bytes: int = 64 * 1024 * 1024
+    image_size: int = 32  # height and width; those in an .npz file have their own
     workers: int = 0
 
     def __post_init__(self) -> None:
         positive("seq_len", self.seq_len)
         positive("max_bytes", self.max_bytes)
+        positive("image_size", self.image_size)
         if self.workers < 0:
             raise ValueError(f"workers = {self.workers}: must be 0 or more")
 

@@ -93,8 +93,8 @@ class Block(nn.Module):
 
 def initialise(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Fill the whole parameter ``name`` of a transformer of :class:`Block`: ones for norms, else normal with deviation
-    0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the number
-    of layers."""
+    0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the
+    number of layers."""
     if name.endswith("norm.weight"):
         tensor.fill_(1.0)
         return

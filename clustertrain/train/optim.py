@@ -21,12 +21,13 @@ _NO_DECAY_MODULES = (
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two parameter groups: matrices with decay, norms, biases and embeddings without. A parameter that several modules
-    share goes without as soon as one of them says so."""
+    """Two parameter groups: matrices with decay; norms, biases, embeddings and single numbers without. A parameter that
+    several modules share goes without as soon as one of them says so."""
     without: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if isinstance(module, _NO_DECAY_MODULES) or name == "bias" or name.endswith("_bias"):
+            scale = p.numel() == 1
+            if scale or isinstance(module, _NO_DECAY_MODULES) or name == "bias" or name.endswith("_bias"):
                 without[id(p)] = p
     params = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, object]] = [

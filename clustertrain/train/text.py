@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ def files(spec: DataSpec) -> list[Path]:
     Raises:
         ConfigError: the path is missing or nothing in it fits the pattern.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if spec.path == STDLIB else Path(spec.path).expanduser()
+    root = Path(sysconfig.get_paths()["stdlib"]) if spec.path in ("", STDLIB) else Path(spec.path).expanduser()
     if root.is_file():
         return [root]
     if not root.is_dir():
@@ -37,6 +38,17 @@ def files(spec: DataSpec) -> list[Path]:
     if not found:
         raise ConfigError(f"data.path = {spec.path!r}: no file fits data.pattern = {spec.pattern!r}")
     return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def corpus(spec: DataSpec, needed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """All bytes of the corpus, up to ``spec.max_bytes``. Raises ConfigError for fewer than ``needed``."""
+    found = np.frombuffer(b"".join(_chunks(spec)), dtype=np.uint8)
+    if found.size < needed:
+        raise ConfigError(
+            f"data.path = {spec.path!r}: {found.size} bytes are less than one sample of {needed}",
+            fix="lower data.seq_len or give more text",
+        )
+    return found
 
 
 def _chunks(spec: DataSpec) -> Iterator[bytes]:
@@ -56,17 +68,30 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, spec: DataSpec) -> None:
         """Raises ConfigError when the corpus is shorter than one sample."""
         self._seq_len = spec.seq_len
-        self._bytes = np.frombuffer(b"".join(_chunks(spec)), dtype=np.uint8)
-        if len(self) < 1:
-            raise ConfigError(
-                f"data.path = {spec.path!r}: {self._bytes.size} bytes are less than one sample of {spec.seq_len + 1}",
-                fix="lower data.seq_len or give more text",
-            )
+        self._bytes = corpus(spec, spec.seq_len + 1)
 
     def __len__(self) -> int:
-        return int(max(0, self._bytes.size - 1) // self._seq_len)
+        return (self._bytes.size - 1) // self._seq_len
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = i * self._seq_len
         tokens = torch.from_numpy(self._bytes[start : start + self._seq_len + 1].astype(np.int64))
         return tokens[:-1], tokens[1:]
+
+
+class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
+    """Sample i is ((first, second), i): two passages of seq_len bytes as int64 ids, the second one right behind the
+    first."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        """Raises ConfigError when the corpus is shorter than one pair."""
+        self._seq_len = spec.seq_len
+        self._bytes = corpus(spec, 2 * spec.seq_len)
+
+    def __len__(self) -> int:
+        return self._bytes.size // (2 * self._seq_len)
+
+    def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+        start = i * 2 * self._seq_len
+        both = torch.from_numpy(self._bytes[start : start + 2 * self._seq_len].astype(np.int64))
+        return (both[: self._seq_len], both[self._seq_len :]), i

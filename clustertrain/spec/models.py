@@ -1,0 +1,67 @@
+"""Sizes of the built-in models besides the decoder."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from clustertrain.spec.ranges import positive, within
+
+
+class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[model.convnet]``: a residual network for images (He et al., arXiv 1512.03385) with group norms."""
+
+    classes: int = 10
+    channels: int = 3
+    width: int = 32  # of the first stage; each further one has twice the width, half the height and breadth
+    blocks: tuple[int, ...] = (2, 2, 2)  # in each stage
+    groups: int = 8  # of channels that are normalised together
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "channels", "width", "groups"):
+            positive(name, getattr(self, name))
+        if not self.blocks or min(self.blocks) < 1:
+            raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one")
+        if self.width % self.groups:
+            raise ValueError(f"width = {self.width} is not divisible by groups = {self.groups}")
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(input channels, output channels, stride) of each block."""
+        found: list[tuple[int, int, int]] = []
+        before = self.width
+        for stage, count in enumerate(self.blocks):
+            width = self.width << stage
+            for i in range(count):
+                found.append((before, width, 2 if stage and i == 0 else 1))
+                before = width
+        return found
+
+    def parameters(self) -> int:
+        """Number of parameters, counted from the shapes."""
+        count = 9 * self.channels * self.width + 2 * self.width
+        for before, width, stride in self.shapes():
+            count += 9 * (before + width) * width + 4 * width
+            if stride > 1 or before != width:
+                count += before * width + 2 * width
+        return count + (self.shapes()[-1][1] + 1) * self.classes
+
+
+class TwoTowerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[model.two_tower]``: what two encoders have in common; each has the sizes in ``[model]``."""
+
+    embedding: int = 64  # dimensions that the encoders share
+    group: int = 8  # each text is told from the other group - 1 of its group, neighbours in the global batch
+    temperature: float = 0.5  # at first, if it is learned
+    learn_temperature: bool = True
+
+    def __post_init__(self) -> None:
+        positive("embedding", self.embedding)
+        if self.group < 2:
+            raise ValueError(f"group = {self.group}: a text needs at least one other to be told from")
+        within("temperature", self.temperature, 0.01, 10.0)
+
+    @property
+    def log_scale(self) -> float:
+        """Of what the similarities are multiplied by at first."""
+        return -math.log(self.temperature)

@@ -1,0 +1,88 @@
+"""A residual network for images: He et al., arXiv 1512.03385, section 4.2, with group norms.
+
+Group norm (Wu and He, arXiv 1803.08494) looks at one image at a time. Batch norm would mix those of a micro-batch, and
+what is learned would then depend on how the global batch is cut up and over how many ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clustertrain.spec.models import ConvnetSpec
+
+
+class Convolution(nn.Conv2d):
+    """3 x 3 or 1 x 1, padded, without a bias, computed in the channels-last format.
+
+    The weight takes that format here and not for good, since ``fully_shard`` refuses parameters that are not
+    contiguous; beside the activations a copy of it is small.
+    """
+
+    def __init__(self, inputs: int, outputs: int, size: int = 3, stride: int = 1) -> None:
+        super().__init__(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(x, weight, None, self.stride, self.padding)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut, which is a projection where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = Convolution(inputs, outputs, stride=stride)
+        self.norm1 = nn.GroupNorm(groups, outputs)
+        self.conv2 = Convolution(outputs, outputs)
+        self.last_norm = nn.GroupNorm(groups, outputs)
+        same = stride == 1 and inputs == outputs
+        self.project = None if same else Convolution(inputs, outputs, size=1, stride=stride)
+        self.project_norm = None if same else nn.GroupNorm(groups, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x
+        if self.project is not None and self.project_norm is not None:
+            shortcut = self.project_norm(self.project(x))
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(shortcut + self.last_norm(self.conv2(y)))
+
+
+class ConvNet(nn.Module):
+    """Images (batch, height, width, channels) of bytes to logits (batch, classes); any height and width.
+
+    That order of the bytes is the channels-last format already, and a quarter of what floats would take to the device.
+    """
+
+    def __init__(self, spec: ConvnetSpec) -> None:
+        super().__init__()
+        self.stem = Convolution(spec.channels, spec.width)
+        self.stem_norm = nn.GroupNorm(spec.groups, spec.width)
+        self.blocks = nn.ModuleList(Residual(*shape, spec.groups) for shape in spec.shapes())
+        self.head = nn.Linear(spec.shapes()[-1][1], spec.classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # The weight's type, which a sharded layout has cast to that of the computation.
+        x = images.permute(0, 3, 1, 2).to(self.stem.weight.dtype) / 127.5 - 1
+        x = F.relu(self.stem_norm(self.stem(x)))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill the whole parameter ``name``: convolutions keep the variance of the gradient (He et al., arXiv
+        1502.01852, equation 14), a block begins as its shortcut (Goyal et al., arXiv 1706.02677, section 5.1), and the
+        head small, so that all classes are about equally likely at first."""
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif name.endswith("norm.weight") or name.endswith("norm1.weight"):
+            tensor.fill_(0.0 if name.endswith("last_norm.weight") else 1.0)
+        elif name == "head.weight":
+            tensor.normal_(0.0, 0.01, generator=generator)
+        else:
+            fan_out = tensor.shape[0] * tensor.shape[2] * tensor.shape[3]
+            tensor.normal_(0.0, math.sqrt(2 / fan_out), generator=generator)

@@ -1,0 +1,130 @@
+"""What a recipe trains: a model, what it learns from, and what it minimises."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.models import ConvnetSpec
+from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe
+from clustertrain.train import losses
+from clustertrain.train.convnet import ConvNet
+from clustertrain.train.data import MapStyle
+from clustertrain.train.images import images
+from clustertrain.train.model import Decoder
+from clustertrain.train.step import Loss
+from clustertrain.train.text import BytePairs, ByteText
+from clustertrain.train.two_tower import TwoTower
+
+_LEARNS_FROM = {"decoder": "text", "convnet": "images", "two-tower": "pairs"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """``model`` is on the meta device where it can fill its own parameters, else on the CPU. ``tokens`` are those of
+    one sample, 0 where there are none."""
+
+    model: nn.Module
+    dataset: MapStyle
+    loss: Loss
+    tokens: int
+
+
+def task(recipe: Recipe) -> Task:
+    """The task of ``recipe``.
+
+    Raises:
+        ConfigError: model and data do not fit each other, or one of them is not there.
+    """
+    spec, data = recipe.model, recipe.data
+    kind = _LEARNS_FROM[spec.kind] if data.kind == "auto" else data.kind
+    if not spec.entry and kind != _LEARNS_FROM[spec.kind]:
+        raise ConfigError(
+            f"data.kind = {kind!r}: a {spec.kind} learns from {_LEARNS_FROM[spec.kind]}", fix="leave data.kind out"
+        )
+    model = entry(spec) if spec.entry else _built_in(spec)
+    dataset, tokens = _dataset(kind, data)
+    if spec.kind == "convnet":
+        _check_images(dataset, spec.convnet, data)
+    own = getattr(model, "loss", None)
+    loss: Loss = losses.contrastive if spec.kind == "two-tower" else losses.cross_entropy
+    return Task(model, dataset, own if spec.entry and callable(own) else loss, tokens)
+
+
+def _built_in(spec: ModelSpec) -> nn.Module:
+    with torch.device("meta"):
+        if spec.kind == "convnet":
+            return ConvNet(spec.convnet)
+        return TwoTower(spec) if spec.kind == "two-tower" else Decoder(spec)
+
+
+def _dataset(kind: str, data: DataSpec) -> tuple[MapStyle, int]:
+    """The data and how many tokens one sample has."""
+    if kind == "images":
+        return images(data), 0
+    return (BytePairs(data), 2 * data.seq_len) if kind == "pairs" else (ByteText(data), data.seq_len)
+
+
+def _check_images(dataset: Any, spec: ConvnetSpec, data: DataSpec) -> None:
+    if dataset.classes > spec.classes or dataset.channels != spec.channels:
+        raise ConfigError(
+            f"data.path = {data.path!r} has {dataset.classes} classes and {dataset.channels} channels, the model "
+            f"{spec.classes} and {spec.channels}",
+            fix=f"set model.convnet.classes = {dataset.classes}, model.convnet.channels = {dataset.channels}",
+        )
+
+
+def entry(spec: ModelSpec) -> nn.Module:
+    """The module that ``model.entry`` makes of ``model.args``: on the meta device if it has ``init_parameter``, else on
+    the CPU, with the values that it gives itself.
+
+    Raises:
+        ConfigError: there is no such function, it does not take the arguments, or what it returns is no module.
+    """
+    make = _function(spec.entry)
+    try:
+        inspect.signature(make).bind(**spec.args)
+    except TypeError as e:
+        raise ConfigError(f"model.args = {spec.args}: {spec.entry}: {e}", fix="give the arguments that it takes") from e
+    try:
+        with torch.device("meta"):
+            model: Any = make(**spec.args)
+    except RuntimeError:  # it computes with values while it is built, which there are none of
+        model = make(**spec.args)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.entry = {spec.entry!r} returned {type(model).__name__}", fix="return a torch.nn.Module"
+        )
+    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if on_meta and not callable(getattr(model, "init_parameter", None)):
+        made: nn.Module = make(**spec.args)
+        return made
+    return model
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # something that the module itself imports
+        raise ConfigError(
+            f"model.entry = {name!r}: no module {e.name!r}",
+            fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
+        ) from e
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as e:
+            raise ConfigError(f"model.entry = {name!r}: {e}", fix="name a function of that module") from e
+    if not callable(found):
+        raise ConfigError(f"model.entry = {name!r} is {type(found).__name__}", fix="name a function or a class")
+    return found  # type: ignore[no-any-return]

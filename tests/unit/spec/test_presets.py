@@ -1,0 +1,67 @@
+"""Sizes by name, against the published numbers of parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.presets import PRESETS, filled
+from clustertrain.spec.recipe import ModelSpec, Recipe
+from clustertrain.spec.strict import build
+
+
+def of(**model: object) -> ModelSpec:
+    return build(filled({"model": model}), Recipe, "recipe").model
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("125m", 0.1235e9),
+        ("llama3.2-1b", 1.236e9),
+        ("llama3.1-8b", 8.030e9),
+        ("llama3.1-70b", 70.554e9),
+        ("llama3.1-405b", 405.85e9),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(preset: str, published: float) -> None:
+    assert of(preset=preset).parameters() == pytest.approx(published, rel=1e-3)
+
+
+def test_tiny_is_the_default() -> None:
+    assert of(preset="tiny") == ModelSpec(preset="tiny") and of() == ModelSpec()
+
+
+def test_what_the_recipe_says_wins_over_the_preset() -> None:
+    model = of(preset="llama3.1-8b", layers=2, rope_theta=10_000.0)
+    assert (model.layers, model.rope_theta) == (2, 10_000.0)
+    assert (model.dim, model.kv_heads) == (4096, 8)
+
+
+def test_every_preset_is_a_model() -> None:
+    for name in PRESETS:
+        assert of(preset=name).parameters() > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"preset": "llama3-8b"}, "did you mean llama3.1-8b"),
+        ({"preset": "tiny", "kind": "convnet"}, "leave it out"),
+        ({"preset": "tiny", "entry": "a:b"}, "leave it out"),
+        ({"entry": "a.b"}, "package.module:function"),
+        ({"entry": "a/b.py:c"}, "package.module:function"),
+        ({"entry": "a:b", "kind": "convnet"}, "leave the kind out"),
+        ({"args": {"x": 1}}, "there is none"),
+        ({"kind": "resnet"}, "resnet"),
+        ({"convnet": {"width": 20}}, "not divisible by groups = 8"),
+        ({"convnet": {"blocks": []}}, "at least one"),
+        ({"convnet": {"depth": 3}}, "unknown key 'model.convnet.depth'"),
+        ({"two_tower": {"group": 1}}, "at least one other"),
+        ({"two_tower": {"temperature": 0.0}}, "between 0.01 and 10"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(model: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        of(**model)
+    assert said in str(error.value)

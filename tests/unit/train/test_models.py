@@ -1,0 +1,322 @@
+"""The models besides the decoder, what they learn from and what they minimise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.presets import filled
+from clustertrain.spec.recipe import DataSpec, Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train import losses
+from clustertrain.train.data_parallel import units
+from clustertrain.train.images import Shapes, images
+from clustertrain.train.models import Task, task
+from clustertrain.train.optim import decay_groups
+from tests.unit.train.alone import built
+
+CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}
+TWO_TOWER = {"kind": "two-tower", "dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "two_tower": {"embedding": 16}}
+SMALL = {"seq_len": 32, "max_bytes": 200_000, "image_size": 16}
+GUESSING = {"convnet": math.log(10), "two-tower": math.log(8)}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """OpenMP's threads spin while they wait for each other, which on busy cores takes many times the work itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(model: dict[str, Any], **data: Any) -> Task:
+    return task(build(filled({"model": model, "data": {**SMALL, **data}}), Recipe, "recipe"))
+
+
+def batch_of(dataset: Any, first: int, count: int = 16) -> Any:
+    """Samples scattered over the data set, as the loader's order does."""
+    return default_collate([dataset[(first + i) * 7919 % len(dataset)] for i in range(count)])
+
+
+def loss_of(found: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, target = batch
+    value = found.loss(model(*inputs) if isinstance(inputs, list) else model(inputs), target)
+    assert isinstance(value, tuple)
+    return value[0] / value[1]
+
+
+@pytest.mark.parametrize("spec", [CONVNET, TWO_TOWER], ids=lambda s: s["kind"])
+def test_it_begins_by_guessing(spec: dict[str, Any]) -> None:
+    found = made(spec)
+    assert all(p.is_meta for p in found.model.parameters())
+    with torch.no_grad():
+        loss = loss_of(found, built(found.model), batch_of(found.dataset, 0, 64))
+    assert loss.item() == pytest.approx(GUESSING[spec["kind"]], rel=0.05)
+
+
+def losses_of(spec: dict[str, Any], steps: int, lr: float, *, same: bool) -> list[float]:
+    """Of each step, on the ``same`` samples or on new ones."""
+    found = made(spec)
+    model = built(found.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    seen = []
+    for step in range(steps):
+        loss = loss_of(found, model, batch_of(found.dataset, 0 if same else 16 * step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def test_a_convnet_learns_to_tell_images_that_it_has_not_seen() -> None:
+    seen = losses_of(CONVNET, 50, 1e-2, same=False)
+    assert sum(seen[-10:]) / 10 < 0.8 * GUESSING["convnet"]
+
+
+def test_two_towers_learn_which_passages_belong_together() -> None:
+    assert losses_of(TWO_TOWER, 40, 3e-3, same=True)[-1] < 0.3 * GUESSING["two-tower"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [CONVNET, {"kind": "convnet"}, TWO_TOWER, {**TWO_TOWER, "two_tower": {"learn_temperature": False}}],
+    ids=str,
+)
+def test_parameters_are_those_the_plan_counts(spec: dict[str, Any]) -> None:
+    recipe = build({"model": spec, "data": SMALL}, Recipe, "recipe")
+    model = task(recipe).model
+    assert sum(p.numel() for p in model.parameters()) == recipe.model.parameters()
+
+
+def test_405_billion_parameters_are_built_without_memory() -> None:
+    model = made({"preset": "llama3.1-405b"}).model
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(405.85e9, rel=1e-3)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_values_depend_on_the_name_of_a_parameter_and_the_seed_alone() -> None:
+    a, b = (built(made({**CONVNET, "convnet": {**CONVNET["convnet"], "blocks": n}}).model) for n in ([1], [1, 1]))
+    assert torch.equal(a.blocks[0].conv2.weight, b.blocks[0].conv2.weight)
+    assert not torch.equal(a.blocks[0].conv2.weight, built(made(CONVNET).model, seed=4).blocks[0].conv2.weight)
+
+
+def test_blocks_are_units_of_sharding_and_checkpointing() -> None:
+    assert [name for name, _ in units(made(CONVNET).model)] == ["blocks.0", "blocks.1"]
+    assert [name for name, _ in units(made(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
+
+
+def test_images_stay_channels_last_through_the_convolutions() -> None:
+    found = made(CONVNET)
+    model = built(found.model)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
+            module.register_forward_hook(
+                lambda _, given, out: seen.extend(
+                    t.is_contiguous(memory_format=torch.channels_last) for t in (*given, out)
+                )
+            )
+    model(batch_of(found.dataset, 0)[0])
+    assert len(seen) == 10 and all(seen)
+
+
+def test_the_contrastive_loss_is_the_mean_of_both_directions() -> None:
+    similarities = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0))
+    total, count = losses.contrastive(similarities, torch.arange(6))
+    s = similarities.double().exp()
+    pairs = torch.diagonal(s, dim1=1, dim2=2)
+    expected = -(pairs / s.sum(2)).log().sum() / 2 - (pairs / s.sum(1)).log().sum() / 2
+    assert count == 6 and total.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_contrastive_loss_is_finite_at_low_temperature_and_knows_a_text_again() -> None:
+    similarities = torch.eye(2)[None] * 1e4
+    assert losses.contrastive(-similarities, torch.arange(2))[0].item() == pytest.approx(2e4)
+    same = torch.tensor([5, 5])
+    assert losses.contrastive(-similarities, same)[0].item() == 0
+
+
+def test_a_group_is_a_world_of_its_own() -> None:
+    found = made(TWO_TOWER)
+    model = built(found.model)
+    (first, second), texts = batch_of(found.dataset, 0)
+    whole = found.loss(model(first, second), texts)
+    parts = [found.loss(model(first[i : i + 8], second[i : i + 8]), texts[i : i + 8]) for i in (0, 8)]
+    assert whole[0].item() == pytest.approx(sum(p[0].item() for p in parts), rel=1e-6)
+    with pytest.raises(ConfigError, match="12 does not divide into groups of 8"):
+        model(first[:12], second[:12])
+
+
+def test_the_two_passages_of_a_pair_are_neighbours_in_the_text() -> None:
+    (tmp,) = [made(TWO_TOWER).dataset]
+    (first, second), i = tmp[3]
+    text = made({}, seq_len=64).dataset[3][0]
+    assert i == 3 and torch.equal(torch.cat((first, second)), text)
+
+
+def test_the_temperature_does_not_decay() -> None:
+    model = built(made(TWO_TOWER).model)
+    decayed, kept = decay_groups(model, 0.1)
+    assert any(p is model.log_scale for p in kept["params"])  # type: ignore[attr-defined]
+    assert not any(p is model.log_scale for p in decayed["params"])  # type: ignore[attr-defined]
+
+
+# -- images
+
+
+def test_shapes_are_a_function_of_the_index() -> None:
+    a, b = Shapes(16), Shapes(16)
+    image, kind = a[123]
+    assert torch.equal(image, b[123][0]) and kind == 3
+    assert image.shape == (16, 16, 3) and image.dtype == torch.uint8
+    assert not torch.equal(image, a[133][0])
+
+
+def test_images_from_an_array_file(tmp_path: Path) -> None:
+    pictures = np.arange(2 * 4 * 5 * 1, dtype=np.uint8).reshape(2, 4, 5, 1)
+    np.savez(tmp_path / "a.npz", images=pictures, labels=np.array([1, 0]))
+    found = images(DataSpec(path=str(tmp_path / "a.npz")))
+    assert (len(found), found.classes, found.channels) == (2, 2, 1)
+    image, label = found[1]
+    assert label == 0 and torch.equal(image, torch.from_numpy(pictures[1]))
+    with pytest.raises(ConfigError, match=r"channels = 1"):
+        made(CONVNET, path=str(tmp_path / "a.npz"))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"images": np.zeros((2, 4, 4, 3), np.float32), "labels": np.zeros(2, int)}, "store bytes"),
+        ({"images": np.zeros((2, 4, 4, 3), np.uint8), "labels": np.zeros(3, int)}, "for 2 images"),
+        ({"images": np.zeros((2, 4, 4, 3), np.uint8)}, "labels"),
+        ({"images": np.array([{}, {}]), "labels": np.zeros(2, int)}, "pickle"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ConfigError, match=said):
+        images(DataSpec(path=str(tmp_path / "a.npz")))
+
+
+def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 something else")
+    np.save(tmp_path / "b.npy", np.zeros(3))
+    for name in ("a.npz", "b.npy"):
+        with pytest.raises(ConfigError, match=r"not an \.npz file"):
+            images(DataSpec(path=str(tmp_path / name)))
+    with pytest.raises(ConfigError, match="no such file"):
+        images(DataSpec(path=str(tmp_path / "c.npz")))
+
+
+def test_images_from_a_folder_of_classes(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for kind, colour in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
+        (tmp_path / kind).mkdir()
+        pillow.new("RGB", (20, 10), colour).save(tmp_path / kind / "1.png")
+    (tmp_path / "dogs" / "notes.txt").write_text("none")
+    found = images(DataSpec(path=str(tmp_path), image_size=8))
+    assert (len(found), found.classes) == (2, 2)
+    image, label = found[1]
+    assert label == 1 and image.shape == (8, 8, 3) and image[4, 4].tolist() == [0, 0, 255]
+    (tmp_path / "cats" / "1.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match="not an image"):
+        found[0]
+
+
+# -- entries
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self, vocab=256):
+        super().__init__()
+        self.table = nn.Embedding(vocab, vocab)
+    def forward(self, tokens):
+        return self.table(tokens)
+
+class Filled(Bigram):
+    def init_parameter(self, name, tensor, generator):
+        tensor.fill_(1.0)
+    def loss(self, output, target):
+        return output.sum() * 0
+
+def computes(n):
+    return nn.Linear(int(torch.ones(n).sum()), 1)
+
+def nothing():
+    return "nothing"
+
+seven = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    (tmp_path / "mine" / "net.py").write_text(SOURCE)
+    (tmp_path / "mine" / "lame.py").write_text("import not_there_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("mine")
+def test_an_entry_is_built_and_learns_from_text_by_cross_entropy() -> None:
+    found = made({"entry": "mine.net:Bigram", "args": {"vocab": 300}})
+    assert not found.model.table.weight.is_meta and found.model.table.weight.shape == (300, 300)
+    assert found.loss is losses.cross_entropy and found.tokens == 32
+    loss = loss_of(found, found.model, batch_of(found.dataset, 0))
+    assert loss.item() == pytest.approx(math.log(300) + 0.5, rel=0.1)  # a table of deviation 1 adds half of it
+
+
+@pytest.mark.usefixtures("mine")
+def test_an_entry_may_fill_its_parameters_and_have_its_own_loss() -> None:
+    found = made({"entry": "mine.net:Filled"}, kind="images")
+    assert found.model.table.weight.is_meta and found.loss == found.model.loss
+    assert isinstance(found.dataset, Shapes)
+    assert built(found.model).table.weight.unique().tolist() == [1.0]
+
+
+@pytest.mark.usefixtures("mine")
+def test_an_entry_that_computes_while_it_is_built() -> None:
+    assert made({"entry": "mine.net:computes", "args": {"n": 3}}).model.weight.shape == (1, 3)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"entry": "not_mine:Net"}, "no module 'not_mine'"),
+        ({"entry": "mine.not_net:Net"}, "no module 'mine.not_net'"),
+        ({"entry": "mine.net:Net"}, "no attribute 'Net'"),
+        ({"entry": "mine.net:seven"}, "is int"),
+        ({"entry": "mine.net:nothing"}, "returned str"),
+        ({"entry": "mine.net:Bigram", "args": {"words": 3}}, "unexpected keyword argument 'words'"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_named(model: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(model)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_module_of_the_users_that_fails_to_import_fails_as_it_does() -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        made({"entry": "mine.lame:Net"})
+
+
+def test_data_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a convnet learns from images"):
+        made(CONVNET, kind="text")
