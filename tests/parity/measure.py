@@ -19,7 +19,7 @@ from tests.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MODEL, MOST_SKIPPED, 
 from tests.ranks.rank_pool import Ranks
 
 SCRIPT = Path(__file__).with_name("script.py")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
