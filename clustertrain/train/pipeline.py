@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -65,11 +66,12 @@ class Pipeline(nn.Module):
             id(p) for name, held in self._copies.items() for i, p in held.items() if i != self._at[0].shared[name][0]
         )
         for part, at in zip(parts, self._at, strict=True):
-            part.forward = functools.partial(self._forward, part.forward, at)
+            part.forward = functools.partial(self._forward, part, part.forward, at)
             if context.layout.fully_sharded and context.layout.schedule in ("zero-bubble", "zbv"):
                 # They differentiate a stage's inputs and its weights apart, and look the weights up in the module: they
                 # must be the gathered ones of the forward pass. The schedule itself gathers and frees whole stages.
                 part.set_reshard_after_forward(False)  # type: ignore[operator]
+        self._learned: set[int] = set()
         self._schedule: Any = None
         self._shape: Any = None
         self._loss: Callable[[Any, int], torch.Tensor]
@@ -153,10 +155,13 @@ class Pipeline(nn.Module):
             kwargs["samples"] = torch.cat([s for s in samples if s is not None])
         return args, kwargs
 
-    def _forward(self, original: Callable[..., Any], at: Stage, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, part: nn.Module, original: Callable[..., Any], at: Stage, *args: Any, **kwargs: Any) -> Any:
         if at.index > 0:
             kwargs = {k: v for k, v in kwargs.items() if k == "samples"}
-        with precision.autocast(self._context):
+        # The first pass through a stage is torch's own, to learn the shapes of what it hands on.
+        learning = at.index not in self._learned
+        self._learned.add(at.index)
+        with precision.autocast(self._context), _buffers_apart(part) if learning else nullcontext():
             return original(*args, **kwargs)
 
     def _make_schedule(self, count: int) -> Any:
@@ -235,6 +240,19 @@ class Pipeline(nn.Module):
 
     def _op(self, what: Any, tensor: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(what, tensor, dist.get_global_rank(self._group, rank), self._group)
+
+
+@contextmanager
+def _buffers_apart(module: nn.Module) -> Iterator[None]:
+    """What changes buffers (the statistics of a batch norm) changes copies of them."""
+    kept = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    for m, name, b in kept:
+        m._buffers[name] = b.clone()
+    try:
+        yield
+    finally:
+        for m, name, b in kept:
+            m._buffers[name] = b
 
 
 def _like_parameter(p: nn.Parameter) -> torch.Tensor:

@@ -12,14 +12,14 @@ import clustertrain as ct
 
 
 class Tower(nn.Module):
-    """Has a buffer outside its units and a state besides tensors in one of them."""
+    """Has a buffer outside its units, and in one of them buffers that each forward pass changes."""
 
     pipeline_units: ClassVar[Any] = ("enter", "trunk.0", "trunk.1", ("leave", "weigh"))
 
     def __init__(self) -> None:
         super().__init__()
         self.enter: nn.Module | None = nn.Linear(6, 8)
-        self.trunk = nn.ModuleList([Counting(8), Counting(8)])
+        self.trunk = nn.ModuleList([Counting(8), nn.BatchNorm1d(8)])
         self.leave: nn.Module | None = nn.Linear(8, 3)
         self.weigh: nn.Module | None = nn.Linear(3, 3)
         self.register_buffer("offset", torch.full((8,), 0.5))
@@ -70,4 +70,5 @@ with ct.session() as session:
     state = {"model": model, "optimizer": optimizer, "data": data}
     for _ in session.steps(int(sys.argv[1]), state, checkpoint_every=2):
         done = session.train_step(next(data), loss_fn, clip_norm=1.0)
-        session.log(loss=done.loss, grad_norm=done.grad_norm)
+        batches = dict(model.named_buffers()).get("trunk.1.num_batches_tracked", torch.zeros(()))
+        session.log(loss=done.loss, grad_norm=done.grad_norm, batches=int(batches))
