@@ -54,15 +54,33 @@ class Part:
 
 
 def parts(model: ModelSpec, layout: Layout, micro_batches: int) -> list[Part]:
-    """The ranks that may need most: all the same without a pipeline, else its first and its last one. Blocks are dealt
-    out as evenly as stages allow."""
+    """The ranks that may need most: all the same without a pipeline, else its first and its last one."""
     if layout.pp == 1:
         return [Part(model.layers)]
     first, last = pipeline.in_flight(layout, micro_batches)
-    blocks = -(-model.layers // pipeline.stages(layout)) * layout.virtual_stages
+    early, final = dealt(model, pipeline.stages(layout))
+    others = (layout.virtual_stages - 1) * early
     if layout.schedule == "zbv":  # the stages run down the ranks and up again
-        return [Part(blocks, in_flight=first)]
-    return [Part(blocks, head=False, in_flight=first), Part(blocks, embedding=False, in_flight=last)]
+        return [Part(early + final, in_flight=first)]
+    return [
+        Part(others + early, head=False, in_flight=first),
+        Part(others + final, embedding=False, in_flight=last),
+    ]
+
+
+def dealt(model: ModelSpec, stages: int) -> tuple[int, int]:
+    """Blocks of the early stages, at most, and of the last one, which has the head's matrix to multiply with too: so
+    that the dearest stage is as cheap as can be, and then as evenly as can be, as ``train/stages.py`` cuts the model.
+    """
+    head = model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim)
+
+    def cost(final: int) -> tuple[float, float]:
+        few, over = divmod(model.layers - final, stages - 1)
+        squares = over * (few + 1) ** 2 + (stages - 1 - over) * few**2 + (head + final) ** 2
+        return max(few + (over > 0), head + final), squares
+
+    final = min(range(model.layers + 1), key=cost)
+    return -(-(model.layers - final) // (stages - 1)), final
 
 
 def _block(model: ModelSpec, run: Pass, layout: Layout) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline
@@ -11,6 +12,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec, Precision
+from clustertrain.spec.strict import nearest as nearest_word
 
 
 def zero1(tp: int, cp: int, pp: int) -> None:
@@ -32,28 +34,45 @@ def of_model(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Lay
 
 
 def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
-    stages = pipeline.stages(layout)
-    if layout.pp > 1 and stages > model.layers:
+    if layout.pp == 1:
+        return
+    stages, units = pipeline.stages(layout), model.layers + 2
+    if stages > units:
         a_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         raise ConfigError(
-            f"pp {layout.pp}{a_rank} = {stages} stages, and model.layers = {model.layers}: a stage needs a layer",
-            fix=_fewer_stages(model.layers, layout),
+            f"pp {layout.pp}{a_rank} = {stages} stages, and the model has {units} parts to put into them: the "
+            f"embedding, model.layers = {model.layers}, and norm with head",
+            fix=_fewer_stages(units, layout),
         )
-    if layout.pp > 1 and parallel.split and len(parallel.split) != stages - 1:
-        raise ConfigError(
-            f"parallel.split names the first modules of {len(parallel.split)} stages after the first, and pp "
-            f"{layout.pp} x virtual_stages {layout.virtual_stages} = {stages} stages have {stages - 1}",
-            fix=f"name {stages - 1} modules, or leave parallel.split out for a balanced split",
-        )
+    if parallel.split:
+        _split(parallel.split, model.layers, stages)
 
 
-def _fewer_stages(layers: int, layout: Layout) -> str:
-    fixes = [f"model.layers of at least {pipeline.stages(layout)}"]
-    if layers // layout.virtual_stages > 1:
-        fixes.insert(0, f"--pp {layers // layout.virtual_stages} or less")
-    if layout.virtual_stages > 1 and layout.pp <= layers:
+def _fewer_stages(units: int, layout: Layout) -> str:
+    fixes = [f"model.layers of at least {pipeline.stages(layout) - 2}"]
+    if units // layout.virtual_stages > 1:
+        fixes.insert(0, f"--pp {units // layout.virtual_stages} or less")
+    if layout.virtual_stages > 1 and layout.pp <= units:
         fixes.insert(0, "parallel.schedule = '1f1b' with one stage a rank")
     return "use " + ", or ".join(fixes)
+
+
+def _split(split: tuple[str, ...], layers: int, stages: int) -> None:
+    at = {"embed": 0, **{f"layers.{i}": i + 1 for i in range(layers)}, "norm": layers + 1, "head": layers + 1}
+    for name in split:
+        if name not in at:
+            raise ConfigError(f"parallel.split: the model has no part {name!r}", fix=nearest_word(name, list(at)))
+    if len(split) != stages - 1:
+        raise ConfigError(
+            f"parallel.split names {len(split)} parts, and {stages} stages begin at {stages - 1} after the first",
+            fix=f"name {stages - 1} of them, or leave parallel.split out for a balanced split",
+        )
+    begins = [0, *(at[name] for name in split)]
+    if any(after <= before for before, after in pairwise(begins)):
+        raise ConfigError(
+            f"parallel.split = {list(split)}: a stage would begin before the one ahead of it",
+            fix="name the parts in the order of execution: layers.0, layers.1, ..., norm",
+        )
 
 
 def _tensor(model: ModelSpec, tp: int) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
 from clustertrain.plan import pipeline
+from clustertrain.plan.activations import dealt
 from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import ModelSpec
+from clustertrain.train import stages
+from clustertrain.train.model import Decoder
 
 CLASSES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -24,7 +30,7 @@ CLASSES: dict[str, Any] = {
 def torch_takes(layout: Layout, micro_batches: int) -> bool:
     """Whether the schedule can be made; one rank's stages stand in for all, nothing runs."""
     made = CLASSES[layout.schedule or ""]
-    stages = [
+    made_of = [
         SimpleNamespace(
             stage_index=i * layout.pp, num_stages=pipeline.stages(layout), group_size=layout.pp, group_rank=0,
             submod=nn.Identity(), is_first=i == 0, is_last=False, has_backward=True,
@@ -33,7 +39,7 @@ def torch_takes(layout: Layout, micro_batches: int) -> bool:
     ]  # fmt: skip
     single = layout.schedule in ("gpipe", "1f1b")
     try:
-        made(stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output)
+        made(made_of[0] if single else made_of, micro_batches, loss_fn=lambda output, target: output)
     except ValueError:
         return False
     return True
@@ -70,3 +76,17 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
     assert pipeline.in_flight(layout, 16) == (first, last)
     assert max(pipeline.in_flight(layout, 2)) <= 2
+
+
+@pytest.mark.parametrize("vocab_size", [256, 8_000, 64_000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_are_dealt_as_the_trainer_cuts_them(vocab_size: int, tied: bool) -> None:
+    for layers in (4, 7, 12):
+        spec = ModelSpec(vocab_size=vocab_size, dim=64, layers=layers, heads=4, kv_heads=4, tie_embeddings=tied)
+        with torch.device("meta"):
+            model = Decoder(spec)
+        units = stages.units(model)
+        for count in (2, 3, 4):
+            begins = stages.balanced(stages.costs(model, units), count)
+            held = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*begins, len(units)])]
+            assert dealt(spec, count) == (max(held[:-1]), held[-1]), (layers, count)
