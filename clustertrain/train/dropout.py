@@ -45,7 +45,8 @@ class Dropout(nn.Module):
             if self.needs_samples:
                 raise UsageError(
                     "dropout under tensor parallel needs the samples' places, or its ranks would drop different values",
-                    fix="give forward an argument samples, which train_step fills, and hand it to each Dropout",
+                    fix="give forward an argument samples and hand it to each Dropout; train_step fills it for what "
+                    "session.loader yields",
                 )
             return F.dropout(x, self.p)
         length = x.shape[1]

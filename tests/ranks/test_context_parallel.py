@@ -1,0 +1,57 @@
+"""Context parallel, alone and with shards and tensor parallel, computes what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import digest
+from test_tensor_parallel import (
+    Reference,
+    assert_equal_but_for_rounding,
+    own_model,
+    reference,
+    run_of,
+    save_what_it_begins_with,
+    start,
+    tensors,
+)
+
+from clustertrain.plan.layout import Layout
+
+pytestmark = pytest.mark.ranks
+__all__ = ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (Layout(cp=4), {"dropout": 0.2}),
+        (Layout(strategy="fsdp", dp_shard=2, cp=2, activation_checkpointing="full"), {"dropout": 0.2}),
+        (Layout(cp=2, tp=2, sequence_parallel=True), {"tie_embeddings": True}),
+        (Layout(strategy="ddp", dp_replicate=2, cp=2), {}),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+)
+def test_computes_what_one_process_computes(
+    tmp_path: Path, reference: Reference, layout: Layout, model: dict[str, Any]
+) -> None:
+    losses, whole = reference(**model)
+    run = run_of(tmp_path / "run", layout, model=model)
+    ranks = start(run, layout, setup=save_what_it_begins_with).expect(0)
+    assert_equal_but_for_rounding(ranks.losses(), losses)
+    assert digest(run, 1) == digest(whole, 1), "the initial values depend on the layout"
+    assert tensors(run) == tensors(whole)
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "words"),
+    [(Layout(cp=2), ["odd-length"], "17 does not divide over cp = 2: 17 / 2 = 8.5")],
+)
+def test_a_length_that_does_not_divide_is_refused(
+    tmp_path: Path, layout: Layout, faults: list[str], words: str
+) -> None:
+    ranks = own_model(tmp_path / "run", layout, "8", *faults)
+    assert all(ranks.wait())
+    assert all(words in r["error"]["message"] for r in ranks.results())

@@ -1,0 +1,180 @@
+"""Tensor and sequence parallel, alone and with replicas and shards, compute what one process computes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from rank_pool import Ranks, digest, make_run, write_plan
+from test_resume import save_what_was_restored
+
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.plan.layout import Layout
+from clustertrain.run.folder import RunDir
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = Path(__file__).with_name("own_model_script.py")
+LOSS, NORM = 2e-6, 5e-6  # relative, in fp32
+# Sizes of which no power of two is left for the shards: 24 rows of q over 2 x 3 ranks, 10 of k.
+ODD = {"dim": 24, "heads": 12, "kv_heads": 6, "ffn_dim": 34, "vocab_size": 262}
+Reference = Callable[..., tuple[dict[int, tuple[float, float]], RunDir]]
+
+
+def start(run: RunDir, layout: Layout, attempt: int = 1, setup: Callable[[], None] | None = None, **kw: Any) -> Ranks:
+    return Ranks(run, layout.world_size, attempt, setup=setup or one_thread, **kw)
+
+
+def one_thread() -> None:
+    """Setup: several threads would only be in each other's way."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def save_what_it_begins_with() -> None:
+    """Setup: a checkpoint of the initial values under the number 1."""
+    from clustertrain.train.session import Session
+
+    one_thread()
+    original = Session._restore
+
+    def restore(self: Session, manager: Any, state: Any) -> int:
+        step = original(self, manager, state)
+        self.step = 1
+        self._save(manager, state, final=False)
+        self.step = step
+        return step
+
+    Session._restore = restore  # type: ignore[method-assign]
+
+
+def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None, **kw: Any) -> RunDir:
+    options = {"steps": 3, "every": 100, "global_batch": 12, "micro_batch": 2, **kw}
+    run = make_run(folder, layout, layout.world_size, **options)
+    spec = tomllib.loads(run.spec.read_text())
+    spec["recipe"]["parallel"] = parallel or {}
+    run.spec.write_text(tomli_w.dumps(spec))
+    return run
+
+
+def tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Of the newest checkpoint, without the ranks' own."""
+    found = index.read_manifest(offline.find(run.checkpoints)).tensors
+    return [(t.name, t.dtype, t.shape) for t in found if t.kind != "other"]
+
+
+def assert_equal_but_for_rounding(
+    found: dict[int, tuple[float, float]], wanted: dict[int, tuple[float, float]]
+) -> None:
+    assert list(found) == list(wanted)
+    for step, (loss, norm) in wanted.items():
+        assert found[step][0] == pytest.approx(loss, rel=LOSS), f"loss of step {step}"
+        assert found[step][1] == pytest.approx(norm, rel=NORM), f"norm of step {step}"
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Reference]:
+    """Losses and norms of one process, and its run, by the options of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def found(**model: Any) -> tuple[dict[int, tuple[float, float]], RunDir]:
+            run = run_of(Path(folder, "-".join(["run", *model])), Layout(), model=model)
+            return start(run, Layout(), setup=save_what_it_begins_with).expect(0).losses(), run
+
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel", "model"),
+    [
+        (Layout(tp=2), {}, {"dropout": 0.2}),
+        (Layout(tp=2, sequence_parallel=True, activation_checkpointing="full"), {}, {"dropout": 0.2}),
+        (Layout(tp=2, sequence_parallel=True), {}, {"tie_embeddings": True}),
+        (Layout(tp=2), {"loss_parallel": False}, {"tie_embeddings": True}),
+        (Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True), {}, ODD),
+        (Layout(strategy="fsdp", dp_shard=2, tp=2, activation_checkpointing="selective"), {}, {"dropout": 0.2}),
+        (Layout(strategy="ddp", dp_replicate=2, tp=2, sequence_parallel=True), {}, {"dropout": 0.2}),
+        (Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), {}, {}),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
+)
+def test_computes_what_one_process_computes(
+    tmp_path: Path, reference: Reference, layout: Layout, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    losses, whole = reference(**model)
+    run = run_of(tmp_path / "run", layout, parallel, model=model)
+    ranks = start(run, layout, setup=save_what_it_begins_with).expect(0)
+    assert_equal_but_for_rounding(ranks.losses(), losses)
+    assert digest(run, 1) == digest(whole, 1), "the initial values depend on the layout"
+    assert tensors(run) == tensors(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True), Layout(strategy="ddp", dp_replicate=2)),
+        (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True)),
+        (Layout(tp=2), Layout(strategy="fsdp", dp_shard=2, cp=2)),
+    ],
+    ids=Layout.words,
+)
+def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Layout, new: Layout) -> None:
+    run = run_of(tmp_path / "run", old, steps=4, every=4, model=ODD)
+    start(run, old).expect(0)
+    before = digest(run, 4)
+    write_plan(run, new, new.world_size, global_batch=12)
+    saved_again = start(run, new, 2, setup=save_what_was_restored).expect(0)
+    assert saved_again.events("restored")[0]["step"] == 4
+    assert digest(run, 5) == before
+
+
+def own_model(folder: Path, layout: Layout, *arguments: str) -> Ranks:
+    run = make_run(folder, layout, layout.world_size, script=(SCRIPT, ()))
+    return start(run, layout, argv=(str(SCRIPT), *arguments))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield own_model(Path(folder, "alone"), Layout(), "8").expect(0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"),
+    [
+        (Layout(tp=2), 4),
+        (Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True), 2),
+        (Layout(cp=2, tp=2, sequence_parallel=True), 8),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else str(value),
+)
+def test_a_model_of_the_users_own_by_its_plan_with_sgd(
+    tmp_path: Path, alone: Ranks, layout: Layout, micro_batch: int
+) -> None:
+    ranks = own_model(tmp_path / "run", layout, str(micro_batch)).expect(0)
+    assert_equal_but_for_rounding(ranks.losses(), alone.losses())
+    assert tensors(ranks.run) == tensors(alone.run)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("norm-left-out", "no pattern covers parameter norm.weight"),
+        ("odd-length", "17 does not divide over tp = 2: 17 / 2 = 8.5"),
+        ("torch-dropout", "layers.0.dropout: Dropout would drop other values"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(tmp_path: Path, fault: str, words: str) -> None:
+    ranks = own_model(tmp_path / "run", Layout(tp=2, sequence_parallel=True), "8", fault)
+    assert all(ranks.wait())
+    errors = [r["error"] for r in ranks.results()]
+    assert [e["type"] for e in errors] == ["ConfigError"] * 2
+    assert all(words in e["message"] for e in errors)
