@@ -1,0 +1,94 @@
+"""Training as one would write it without clustertrain: what :mod:`benchmarks.step_overhead` compares with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from clustertrain.plan.layout import Batch, Layout
+from clustertrain.spec.recipe import Recipe
+from clustertrain.train import optim, schedule
+from clustertrain.train.model import Decoder
+from clustertrain.train.text import ByteText
+
+
+class Bare:
+    """The loop one would write without us, with the same tuning: nothing here but torch, model, text and schedule."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, batch: Batch, device: torch.device, precision: str) -> None:
+        self._recipe, self._layout, self._batch, self._device = recipe, layout, batch, device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(0)
+        with device:
+            model = Decoder(recipe.model)
+        if recipe.parallel.compile:
+            for block in model.layers.values():
+                block.compile(fullgraph=True)
+        sharded = layout.strategy == "fsdp"
+        dtype = torch.bfloat16 if precision == "bf16" else None
+        if sharded:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for block in model.layers.values():
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        groups = optim.decay_groups(model, recipe.optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, device))
+        self._model: Any = model
+        if layout.strategy == "ddp":
+            self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self._autocast_to = None if sharded else dtype
+        self._data = ByteText(recipe.data)
+        self._place = 0
+        self._step = 0
+
+    def step(self) -> torch.Tensor:
+        """Returns the loss of this rank's samples."""
+        self._set_lr()
+        parts = [self._micro_batch() for _ in range(self._batch.grad_accum)]
+        total = torch.zeros((), device=self._device)
+        for i, (inputs, targets) in enumerate(parts):
+            with self._synchronised(last=i == len(parts) - 1):
+                with self._autocast():
+                    logits = self._model(inputs)
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.optim.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+    def _set_lr(self) -> None:
+        spec = self._recipe
+        warmup = schedule.warmup_steps(spec.schedule, spec.train.steps)
+        self._step += 1
+        lr = schedule.warmup_cosine(
+            self._step, spec.train.steps, peak=spec.optim.lr, warmup=warmup, floor=spec.schedule.floor
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def _micro_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        n = self._batch.micro_batch
+        first = self._place + self._rank * n
+        self._place += n * self._layout.world_size
+        rows = [self._data[i % len(self._data)] for i in range(first, first + n)]
+        inputs, targets = (torch.stack(side).to(self._device) for side in zip(*rows, strict=True))
+        return inputs, targets
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self._device.type, dtype=self._autocast_to) if self._autocast_to else nullcontext()
+
+    def _synchronised(self, *, last: bool) -> Any:
+        if self._layout.strategy == "ddp" and not last:
+            return self._model.no_sync()
+        if self._layout.strategy == "fsdp":
+            self._model.set_requires_gradient_sync(last)
+        return nullcontext()
