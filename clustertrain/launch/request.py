@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch import choose, render
+from clustertrain.launch import choose, code, render
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec import cluster
+from clustertrain.spec import cluster, presets
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.recipe import Recipe
@@ -46,13 +46,15 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that is complete and checked. Until the snapshot is taken, ``spec.script.path`` is the user's path."""
+    """A request that is complete and checked. Until the snapshot is taken, ``spec.script.path`` is the user's path.
+    ``code`` is what of the user's code it runs, the script or the package of ``model.entry``, and None if nothing."""
 
     spec: RunSpec
     profile: ClusterProfile
     plan: Plan
     backend: Backend
     python: str
+    code: Path | None = None
 
 
 class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,7 +75,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     for path, value in request.swept.items():
         set_dotted(document, path, value)
     source = request.target if not script and request.target else "--set"
-    asked = build(document, _RecipeFile, source)
+    asked = build(presets.filled(document), _RecipeFile, source)
     recipe_job = document.get("job", {})
     profile = cluster.load(request.job.get("cluster") or asked.job.cluster, request.environ)
     job = _merge_job(profile, recipe_job, request.job)
@@ -99,7 +101,15 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         plan=plan(spec, profile, device, taken=request.environ.keys()),
         backend=backend,
         python=profile.python or sys.executable,
+        code=_code(request, script, recipe.model.entry),
     )
+
+
+def _code(request: SubmitRequest, script: ScriptSpec | None, entry: str) -> Path | None:
+    if script is not None:
+        return Path(script.path)
+    beside = [(request.cwd / request.target).parent] if request.target else []
+    return code.of_entry(entry, [*beside, request.cwd]) if entry else None
 
 
 def script_note(prepared: Prepared) -> str | None:

@@ -14,7 +14,7 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError
-from clustertrain.launch import filesystem, record, render, snapshot
+from clustertrain.launch import code, filesystem, record, render, snapshot
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -86,11 +86,13 @@ def dry_run(request: SubmitRequest) -> DryRun:
 
 def script_without_a_run(prepared: Prepared) -> str:
     run = RunDir(folder.runs_folder() / f"{folder.slug(prepared.spec.job.name)}-xxxxxx")
-    code: list[Path] = []
-    if prepared.spec.script is not None:
-        root = snapshot.root_of(Path(prepared.spec.script.path))
-        code = [run.code, *([run.code / "src"] if (root / "src").is_dir() else [])]
-    return render.job_script(script_input(prepared, run, prepared.spec, code))
+    paths: list[Path] = []
+    if prepared.code is not None:
+        root = snapshot.root_of(prepared.code)
+        package = prepared.code.parent.resolve() / prepared.code.name
+        is_script = prepared.spec.script is not None
+        paths = code.python_path(run.code, root, None if is_script else str(package.relative_to(root)))
+    return render.job_script(script_input(prepared, run, prepared.spec, paths))
 
 
 def check(prepared: Prepared) -> list[str]:
@@ -128,10 +130,9 @@ def _refuse_home_characters(*, slurm: bool) -> None:
 
 
 def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
-    script = prepared.spec.script
-    if script is None:
+    if prepared.code is None:
         return None
-    return snapshot.take(Path(script.path), target, limit_mib=request.snapshot_limit_mib, without=settings.home())
+    return snapshot.take(prepared.code, target, limit_mib=request.snapshot_limit_mib, without=settings.home())
 
 
 def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
@@ -145,12 +146,13 @@ def outside_notes(taken: Snapshot | None) -> list[str]:
 def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: dict[str, Any]) -> None:
     """All files of a run but its code, which is there already."""
     spec = prepared.spec
-    code: list[Path] = []
-    if taken is not None and spec.script is not None:
-        spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
-        code = [path for path in (run.code, run.code / "src") if path.is_dir()]
+    paths: list[Path] = []
+    if taken is not None:
+        if spec.script is not None:
+            spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
+        paths = code.python_path(run.code, run.code, taken.script if spec.script is None else None)
     mode = 0o640 if spec.job.share else 0o600
-    script = render.job_script(script_input(prepared, run, spec, code))
+    script = render.job_script(script_input(prepared, run, spec, paths))
     fsio.write_text(run.spec, tomli_w.dumps(_without_none(msgspec.to_builtins(spec))), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
@@ -160,7 +162,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
 
 
 def script_input(
-    prepared: Prepared, run: RunDir | None = None, spec: RunSpec | None = None, code: Sequence[Path] = ()
+    prepared: Prepared, run: RunDir | None = None, spec: RunSpec | None = None, paths: Sequence[Path] = ()
 ) -> render.ScriptInput:
     """Without ``run`` for what does not depend on it: the directives but for the job's name."""
     return render.ScriptInput(
@@ -170,7 +172,7 @@ def script_input(
         plan=prepared.plan,
         python=prepared.python,
         home=settings.home(),
-        code_paths=code,
+        code_paths=paths,
     )
 
 

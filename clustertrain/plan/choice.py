@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from clustertrain.plan import batch as batches
-from clustertrain.plan import checks, crossing, pipeline
+from clustertrain.plan import checks, crossing, kinds, pipeline
 from clustertrain.plan import memory as memories
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, data_degrees
@@ -40,6 +40,8 @@ class Choice:
         self.capacity = self.gpu.capacity_gib if self.gpu else None
         self.assumed = ASSUMED_CPU_GIB if device == "cpu" else ASSUMED_GIB
         self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
+        model = spec.recipe.model
+        self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
         self.layout = Layout()
         self.batch = Batch(micro_batch=0, grad_accum=0, global_batch=0, tokens_per_step=0)
         self.memory = Memory(capacity_gib=self.capacity)
@@ -50,6 +52,8 @@ class Choice:
     def decide(self) -> None:
         """For the built-in trainer, whose model is known."""
         wanted, why = self._wanted()
+        if wanted is None and self.decoder is None:
+            wanted, why = "ddp", "ddp: the memory of this model is not estimated; --layout fsdp shards it"
         if wanted is None:
             self._by_memory()
         else:
@@ -119,8 +123,10 @@ class Choice:
             reshard_after_forward=strategy != "fsdp-grad-op" and job.pp == 1,
         )
         layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.fully_sharded)
-        if self.spec.script is None:
-            checks.of_model(self.spec.recipe.model, self.spec.recipe.data.seq_len, parallel, layout)
+        if self.decoder is not None:
+            checks.of_model(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
+        elif self.spec.script is None:
+            kinds.whole(self.spec.recipe.model, layout)
         return layout
 
     def _by_memory(self) -> None:
@@ -145,9 +151,7 @@ class Choice:
     def _take(self, layout: Layout, reason: str) -> None:
         self.layout = layout
         self.batch, _ = self._split_and_need(layout)
-        self.memory = memories.of_rank(
-            self.spec.recipe.model, layout, self._pass(layout, self.batch.micro_batch), self.capacity
-        )
+        self.memory = self._memory(layout, self.batch.micro_batch)
         self.reasons.append(reason)
 
     # -- the numbers
@@ -168,24 +172,36 @@ class Choice:
         train = self.spec.recipe.train
         # Of a pipeline every schedule runs a multiple of its ranks.
         return train.global_batch or batches.default_global_batch(
-            layout.data_parallel * max(1, train.micro_batch) * layout.pp
+            layout.data_parallel * (train.micro_batch or kinds.group(self.spec.recipe.model)) * layout.pp
         )
+
+    def _memory(self, layout: Layout, micro_batch: int) -> Memory:
+        if self.decoder is None:
+            return kinds.states(self.spec.recipe.model, layout, self.capacity)
+        return memories.of_rank(self.decoder, layout, self._pass(layout, micro_batch), self.capacity)
 
     def _split_and_need(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""
-        recipe = self.spec.recipe
+        recipe, whole = self.spec.recipe, self._global_batch(layout)
+        batches.check_divides(whole, layout.data_parallel, recipe.train.micro_batch)
+        kinds.check_groups(recipe.model, whole, recipe.train.micro_batch, layout.data_parallel)
+        share, group = whole // layout.data_parallel, kinds.group(recipe.model)
 
         def need(micro_batch: int) -> float:
-            run = self._pass(layout, micro_batch)
-            return memories.of_rank(recipe.model, layout, run, self.capacity).peak_gib or 0.0
+            return self._memory(layout, micro_batch).peak_gib or 0.0
+
+        def fits(micro_batch: int) -> bool:
+            if self.decoder is None:
+                return micro_batch <= kinds.LARGEST_MICRO_BATCH
+            return need(micro_batch) <= self.limit
 
         split = batches.split(
-            self._global_batch(layout),
+            whole,
             layout.data_parallel,
-            recipe.data.seq_len,
+            recipe.tokens_per_sample,
             micro_batch=recipe.train.micro_batch,
-            fits=lambda micro_batch: need(micro_batch) <= self.limit,
-            why_not=lambda micro_batches: pipeline.why_not(layout, micro_batches),
+            fits=fits,
+            why_not=lambda n: pipeline.why_not(layout, n) or ("it splits a group" if share // n % group else ""),
             enough=pipeline.enough(layout),
         )
         return split, need(split.micro_batch)
@@ -207,6 +223,8 @@ class Choice:
             micro = "asked for"
         elif layout.pp > 1:
             micro = f"the largest that divides, fits and leaves {pipeline.enough(layout)} micro-batches, else 1"
+        elif self.decoder is None:
+            micro = f"the largest that divides, up to {kinds.LARGEST_MICRO_BATCH}: its memory is not estimated"
         else:
             micro = "the largest that divides and fits"
         named = "" if train.global_batch else "; the recipe names no global batch"
@@ -228,8 +246,8 @@ class Choice:
         if layout.pp > 1 and layout.sharded:
             self.reasons.append(_WHY_FSDP_KEEPS)
         work = None
-        if self.spec.script is None:
-            work = crossing.Work(recipe.model, self._pass(layout, self.batch.micro_batch))
+        if self.decoder is not None:
+            work = crossing.Work(self.decoder, self._pass(layout, self.batch.micro_batch))
         self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
         self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
 

@@ -88,7 +88,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
-        time=Time(flops_per_step=flops_per_step(spec, choice.batch.global_batch)) if spec.script is None else Time(),
+        time=Time(flops_per_step=flops_per_step(spec, choice.batch.global_batch)) if choice.decoder else Time(),
         nccl=nccl.communication(device, fabric, names),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
         signal_lead_s=lead_s,
@@ -100,8 +100,9 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
 
 
 def flops_per_step(spec: RunSpec, global_batch: int) -> float:
-    """Forward and backward of one optimizer step over all ranks: 6 a matmul parameter and token, 12 L s h for attention
-    scores (arXiv 2205.05198, appendix A, without recomputation; causal masking not deducted)."""
+    """Forward and backward of the decoder in one optimizer step over all ranks: 6 a matmul parameter and token,
+    12 L s h for attention scores (arXiv 2205.05198, appendix A, without recomputation; causal masking not deducted).
+    """
     model, seq_len = spec.recipe.model, spec.recipe.data.seq_len
     matmul = model.parameters() - model.vocab_size * model.dim * (0 if model.tie_embeddings else 1)
     per_token = 6 * matmul + 12 * model.layers * seq_len * model.dim

@@ -6,6 +6,7 @@ The same file may carry ``[job]`` (see :mod:`clustertrain.spec.job`) and ``[env]
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from clustertrain.spec.strict import nearest
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
 DataKind = Literal["auto", "text", "pairs", "images"]
+LEARNS_FROM: Mapping[ModelKind, DataKind] = {"decoder": "text", "convnet": "images", "two-tower": "pairs"}
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
@@ -105,7 +107,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     drawn.
     """
 
-    kind: DataKind = "auto"  # what the kind of the model learns from; an entry's: text
+    kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text
     path: str = ""  # stdlib or shapes
     pattern: str = "*.py"
     seq_len: int = 256  # bytes of a sample; of a pair: of each passage
@@ -198,3 +200,18 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     train: TrainSpec = TrainSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     rehearsal: RehearsalSpec = RehearsalSpec()
+
+    def __post_init__(self) -> None:
+        learns_from = LEARNS_FROM[self.model.kind]
+        if not self.model.entry and self.data.kind not in ("auto", learns_from):
+            raise ValueError(f"data.kind = {self.data.kind!r}: a {self.model.kind} learns from {learns_from}")
+
+    @property
+    def data_kind(self) -> DataKind:
+        """Never auto."""
+        return LEARNS_FROM[self.model.kind] if self.data.kind == "auto" else self.data.kind
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """0 for images."""
+        return {"text": 1, "pairs": 2, "images": 0}[self.data_kind] * self.data.seq_len

@@ -23,18 +23,14 @@ from clustertrain.train.step import Loss
 from clustertrain.train.text import BytePairs, ByteText
 from clustertrain.train.two_tower import TwoTower
 
-_LEARNS_FROM = {"decoder": "text", "convnet": "images", "two-tower": "pairs"}
-
 
 @dataclass(frozen=True)
 class Task:
-    """``model`` is on the meta device where it can fill its own parameters, else on the CPU. ``tokens`` are those of
-    one sample, 0 where there are none."""
+    """``model`` is on the meta device where it can fill its own parameters, else on the CPU."""
 
     model: nn.Module
     dataset: MapStyle
     loss: Loss
-    tokens: int
 
 
 def task(recipe: Recipe) -> Task:
@@ -43,19 +39,14 @@ def task(recipe: Recipe) -> Task:
     Raises:
         ConfigError: model and data do not fit each other, or one of them is not there.
     """
-    spec, data = recipe.model, recipe.data
-    kind = _LEARNS_FROM[spec.kind] if data.kind == "auto" else data.kind
-    if not spec.entry and kind != _LEARNS_FROM[spec.kind]:
-        raise ConfigError(
-            f"data.kind = {kind!r}: a {spec.kind} learns from {_LEARNS_FROM[spec.kind]}", fix="leave data.kind out"
-        )
+    spec = recipe.model
     model = entry(spec) if spec.entry else _built_in(spec)
-    dataset, tokens = _dataset(kind, data)
+    dataset = _dataset(recipe)
     if spec.kind == "convnet":
-        _check_images(dataset, spec.convnet, data)
-    own = getattr(model, "loss", None)
+        _check_images(dataset, spec.convnet, recipe.data)
+    own = getattr(model, "loss", None) if spec.entry else None
     loss: Loss = losses.contrastive if spec.kind == "two-tower" else losses.cross_entropy
-    return Task(model, dataset, own if spec.entry and callable(own) else loss, tokens)
+    return Task(model, dataset, own if callable(own) else loss)
 
 
 def _built_in(spec: ModelSpec) -> nn.Module:
@@ -65,11 +56,10 @@ def _built_in(spec: ModelSpec) -> nn.Module:
         return TwoTower(spec) if spec.kind == "two-tower" else Decoder(spec)
 
 
-def _dataset(kind: str, data: DataSpec) -> tuple[MapStyle, int]:
-    """The data and how many tokens one sample has."""
-    if kind == "images":
-        return images(data), 0
-    return (BytePairs(data), 2 * data.seq_len) if kind == "pairs" else (ByteText(data), data.seq_len)
+def _dataset(recipe: Recipe) -> MapStyle:
+    if recipe.data_kind == "images":
+        return images(recipe.data)
+    return BytePairs(recipe.data) if recipe.data_kind == "pairs" else ByteText(recipe.data)
 
 
 def _check_images(dataset: Any, spec: ConvnetSpec, data: DataSpec) -> None:

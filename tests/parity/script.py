@@ -13,7 +13,7 @@ from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.train import optim
 from clustertrain.train.context import read_plan
-from clustertrain.train.loop import token_loss
+from clustertrain.train.losses import cross_entropy
 from clustertrain.train.model import Decoder
 from clustertrain.train.text import ByteText
 
@@ -31,5 +31,5 @@ with ct.session() as session:
         optimizer = session.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, session.device))
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     for _ in session.steps(recipe.train.steps):
-        done = session.train_step(next(data), token_loss, clip_norm=recipe.optim.clip_norm)
+        done = session.train_step(next(data), cross_entropy, clip_norm=recipe.optim.clip_norm)
         session.log(loss=done.loss, grad_norm=done.grad_norm, skipped=done.skipped)

@@ -71,6 +71,41 @@ def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_
     assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.script.read_text()
 
 
+def a_recipe_with_an_entry(tmp_path: Path) -> Path:
+    """A repository with the package ``nets`` beside a recipe that trains a module of it."""
+    project = tmp_path / "project"
+    (project / "experiments" / "nets").mkdir(parents=True)
+    (project / "experiments" / "nets" / "net.py").write_text("def make(): ...\n")
+    (project / "experiments" / "net.toml").write_text('[model]\nentry = "nets.net:make"\nargs = { width = 3 }\n')
+    subprocess.run(["git", "init", "-q", project], check=True)
+    return project
+
+
+def test_the_code_of_an_entry_is_snapshotted_and_imported_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    a_recipe_with_an_entry(tmp_path)
+    run = ask(tmp_path, "project/experiments/net.toml").run
+    spec = load_spec(run)
+    assert spec.script is None and spec.recipe.model.args == {"width": 3}
+    assert (run.code / "experiments" / "nets" / "net.py").read_text() == "def make(): ...\n"
+    assert f'export PYTHONPATH={run.code}:{run.code}/experiments"$' in run.script.read_text()
+
+
+def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
+    fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def make(): ...\n")
+    run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
+    assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.script.read_text()
+    run = ask(tmp_path, assignments=("model.entry=somewhere.installed:make",)).run
+    assert not run.code.exists()
+
+
+def test_a_preset_fills_what_the_recipe_leaves_out(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[model]\nlayers = 2\n")
+    model = load_spec(ask(tmp_path, "a.toml", assignments=("model.preset=125m",)).run).recipe.model
+    assert (model.preset, model.layers, model.dim, model.tie_embeddings) == ("125m", 2, 768, True)
+
+
 def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / HOSTILE).mkdir()
@@ -146,7 +181,8 @@ def test_share_opens_the_run_to_the_group(fake_slurm: FakeSlurm, tmp_path: Path)
 
 def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    for target in ("", "train.py"):
+    a_recipe_with_an_entry(tmp_path)
+    for target in ("", "train.py", "project/experiments/net.toml"):
         request = SubmitRequest(target=target, cwd=tmp_path, job={"gpus": 2, "time": "30"})
         text = dry_run(request).script
         assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []

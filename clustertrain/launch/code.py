@@ -1,0 +1,35 @@
+"""Which code of the user's a run needs, and where it lies in the snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from clustertrain.launch import snapshot
+
+
+def of_entry(entry: str, folders: Iterable[Path]) -> Path | None:
+    """The file or folder of the package that ``entry`` (``package.module:function``) names, in one of ``folders``, at
+    the root of its repository or in the root's ``src``, in that order. None: it is an installed one, as far as is
+    known."""
+    name = entry.partition(":")[0].partition(".")[0]
+    for folder in folders:
+        root = snapshot.toplevel(folder)
+        places = [folder] if root is None else [folder, root, root / "src"]
+        for place in places:
+            module, package = place / f"{name}.py", place / name
+            if module.is_file() or package.is_dir():
+                return package if package.is_dir() else module
+    return None
+
+
+def python_path(code: Path, root: Path, package: str | None) -> list[Path]:
+    """What of the snapshot in ``code`` goes to the front of PYTHONPATH.
+
+    Args:
+        root: the folder that is copied, or the copy.
+        package: that of an entry, relative to ``root``; a script's own folder Python adds by itself.
+    """
+    wanted = [code, *([code / "src"] if (root / "src").is_dir() else [])]
+    beside = (code / package).parent if package is not None else code
+    return wanted if beside in wanted else [*wanted, beside]

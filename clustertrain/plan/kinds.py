@@ -1,0 +1,56 @@
+"""What differs in the plan of a model that is not the decoder: which layouts there are, how its batch may be cut."""
+
+from __future__ import annotations
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.batch import nearest
+from clustertrain.plan.layout import Layout
+from clustertrain.plan.memory import GIB, GRAD_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, Memory
+from clustertrain.spec.recipe import ModelSpec
+
+LARGEST_MICRO_BATCH = 32  # samples, where it is not known what a larger one needs
+
+
+def whole(model: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError where ``layout`` splits a model that says nothing of how; an entry may say it when it runs."""
+    used = [f"{n} {d}" for n, d in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if d > 1]
+    if used and not model.entry:
+        raise ConfigError(
+            f"{' x '.join(used)}: there is no plan of how a {model.kind} would be split over ranks",
+            fix="leave the options out; --layout fsdp shards its parameters",
+        )
+
+
+def group(model: ModelSpec) -> int:
+    """So many neighbouring samples belong into one micro-batch."""
+    return model.two_tower.group if model.kind == "two-tower" else 1
+
+
+def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_parallel: int) -> None:
+    """Raises ConfigError, with the arithmetic, where a group would lie in two micro-batches or on two ranks."""
+    size = group(model)
+    over = size * data_parallel
+    for value, unit, what in (
+        (micro_batch, size, f"train.micro_batch = {micro_batch}"),
+        (global_batch, over, f"train.global_batch = {global_batch} over {data_parallel} data-parallel ranks"),
+    ):
+        if value % unit:
+            raise ConfigError(
+                f"{what} does not divide into groups of {size} (model.two_tower.group): "
+                f"{value} / {unit} = {value / unit:g}",
+                fix=f"use {nearest(value, unit)}",
+            )
+
+
+def states(model: ModelSpec, layout: Layout, capacity_gib: float | None) -> Memory:
+    """The model states that a rank keeps; activations, and so the peak, are not estimated. Of an entry nothing is."""
+    if model.entry:
+        return Memory(capacity_gib=capacity_gib)
+    held = model.parameters() / (layout.dp_shard if layout.sharded else 1)
+    optimizer = held / (layout.dp_replicate if layout.zero1 else 1)
+    return Memory(
+        params_gib=held * WEIGHT_BYTES / GIB,
+        grads_gib=held * GRAD_BYTES / GIB,
+        optimizer_gib=optimizer * OPTIMIZER_BYTES / GIB,
+        capacity_gib=capacity_gib,
+    )

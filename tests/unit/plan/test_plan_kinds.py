@@ -1,0 +1,76 @@
+"""Plans of models that are not the decoder, and of decoders too large for any machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.planner import Plan, plan
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.presets import filled
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+
+GIB = 1024**3
+
+
+def chosen(model: dict[str, Any], *, train: dict[str, Any] | None = None, **job: Any) -> Plan:
+    recipe = build(filled({"model": model, "train": train or {}}), Recipe, "recipe")
+    spec = RunSpec(job=JobSpec(**{"nodes": 1, "gpus": 4, **job}), recipe=recipe)
+    return plan(spec, ClusterProfile(), "cuda")
+
+
+@pytest.mark.parametrize("kind", ["convnet", "two-tower"])
+def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
+    replicated, sharded = chosen({"kind": kind}), chosen({"kind": kind}, layout="fsdp")
+    count = build({"model": {"kind": kind}}, Recipe, "recipe").model.parameters()
+    assert replicated.layout.strategy == "ddp" and "not estimated" in replicated.reasons[0]
+    assert replicated.memory.params_gib == count * 4 / GIB
+    assert sharded.memory.optimizer_gib == count * 8 / 4 / GIB
+    for made in (replicated, sharded):
+        assert made.memory.activations_gib is None and made.memory.peak_gib is None and made.memory.fits is None
+        assert made.time.flops_per_step is None
+
+
+def test_of_an_entry_nothing_is_known() -> None:
+    made = chosen({"entry": "package:function"})
+    assert made.layout.strategy == "ddp" and made.memory.params_gib is None and made.memory.fits is None
+    assert made.batch.tokens_per_step == made.batch.global_batch * 256
+
+
+def test_tokens_are_counted_where_there_are_any() -> None:
+    assert chosen({"kind": "convnet"}).batch.tokens_per_step == 0
+    made = chosen({"kind": "two-tower"})
+    assert made.batch.tokens_per_step == made.batch.global_batch * 512
+
+
+@pytest.mark.parametrize("degree", ["tp", "cp", "pp"])
+def test_what_only_the_decoder_can_be_split_by_is_refused(degree: str) -> None:
+    for kind in ("convnet", "two-tower"):
+        with pytest.raises(ConfigError, match=f"{degree} 2: there is no plan of how a {kind}"):
+            chosen({"kind": kind}, **{degree: 2})
+    assert getattr(chosen({"entry": "package:function"}, **{degree: 2}).layout, degree) == 2
+
+
+def test_groups_stay_in_one_micro_batch() -> None:
+    assert chosen({"kind": "two-tower"}).batch.micro_batch == 8
+    made = chosen({"kind": "two-tower", "two_tower": {"group": 6}}, train={"global_batch": 72})
+    assert (made.batch.micro_batch, made.batch.grad_accum) == (18, 1)
+    with pytest.raises(ConfigError, match=r"micro_batch = 12 does not divide into groups of 8 .*12 / 8 = 1.5"):
+        chosen({"kind": "two-tower"}, train={"micro_batch": 12, "global_batch": 96})
+    with pytest.raises(ConfigError, match=r"global_batch = 48 over 4 data-parallel ranks does not divide into groups"):
+        chosen({"kind": "two-tower"}, train={"global_batch": 48})
+
+
+def test_a_large_batch_of_what_is_not_estimated_is_cut_up() -> None:
+    made = chosen({"kind": "convnet"}, train={"global_batch": 512})
+    assert (made.batch.micro_batch, made.batch.grad_accum) == (32, 4)
+
+
+def test_405_billion_parameters_are_planned_from_formulas() -> None:
+    made = chosen({"preset": "llama3.1-405b"}, nodes=512, gpus=8, layout="fsdp", gpu_type="h100")
+    assert made.world_size == 4096 and made.memory.params_gib is not None
+    assert made.memory.params_gib > 405.85e9 * 4 / 4096 / GIB
