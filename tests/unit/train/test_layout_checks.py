@@ -1,0 +1,123 @@
+"""What tensor and context parallel refuse before any rank has begun, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe
+from clustertrain.train import context_parallel, tensor_parallel
+from clustertrain.train.context import RankContext
+from clustertrain.train.model import Decoder
+
+CPU = torch.device("cpu")
+
+
+def context(layout: Layout, **parallel: Any) -> RankContext:
+    spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(**parallel)))
+    return RankContext(0, 0, layout.world_size, 1, True, CPU, layout, "fp32", None, None, None, spec, None)
+
+
+def decoder(**spec: Any) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(ModelSpec(**{"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, **spec}))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
+
+
+PLAN = {"up": "colwise", "down": "rowwise", "norm": "sequence"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_decoders_own_plan_covers_all_of_it(tied: bool, tp: int) -> None:
+    tensor_parallel.check(decoder(tie_embeddings=tied), context(Layout(tp=tp)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "tp", "message", "fix"),
+    [
+        ({}, 4, "model.kv_heads = 2 does not divide over tp = 4: 2 / 4 = 0.5", "use 4, or a tp that divides 2"),
+        ({"heads": 2}, 4, "model.heads = 2 does not divide over tp = 4", "use 4,"),
+        ({"vocab_size": 257}, 2, "model.vocab_size = 257 does not divide over tp = 2: 257 / 2 = 128.5", "256 or 258"),
+        ({"ffn_dim": 33}, 2, "model.ffn_dim = 33 does not divide over tp = 2: 33 / 2 = 16.5", "32 or 34"),
+    ],
+)
+def test_sizes_that_do_not_divide_show_the_arithmetic(spec: dict[str, int], tp: int, message: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tensor_parallel.check(decoder(**spec), context(Layout(tp=tp)))
+    assert message in caught.value.message
+    assert caught.value.fix is not None and fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "Two has no tp_plan"),
+        ({**PLAN, "layers.*.up": "colwise"}, "'layers.*.up' fits no module of Two"),
+        ({**PLAN, "up": "columns"}, "'up': 'columns' is none of colwise, rowwise,"),
+        ({**PLAN, "norm": "rowwise"}, "norm is a LayerNorm; 'rowwise' is for Linear"),
+        ({"up": "colwise", "down": "rowwise"}, "no pattern covers parameter norm.weight"),
+        ({**PLAN, "up": "gather"}, "no pattern covers parameter up.weight"),
+        ({**PLAN, "down": "colwise"}, "down.out_features = 8 does not divide over tp = 3"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model(plan: dict[str, str] | None, message: str) -> None:
+    model: Any = Two()
+    if plan is not None:
+        model.tp_plan = plan
+    with pytest.raises(ConfigError) as caught:
+        tensor_parallel.check(model, context(Layout(tp=3)))
+    assert message in caught.value.message
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    found = tensor_parallel.matches(decoder(), {"layers.*.attention": "gather", "*": "sequence"})
+    assert [name for _, name, _, word in found if word == "gather"] == ["layers.0.attention", "layers.1.attention"]
+    assert all("." not in name for _, name, _, _ in tensor_parallel.matches(decoder(), {"*": "sequence"}))
+
+
+def test_what_needs_gpus_is_refused_without() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.async_tp"):
+        tensor_parallel.check(decoder(), context(Layout(tp=2), async_tp=True, compile=True))
+    with pytest.raises(ConfigError, match=r"ring.*GPUs only"):
+        context_parallel.check(decoder(), context(Layout(cp=2), context="ring"))
+
+
+def test_a_model_whose_attention_would_stay_inside_its_chunk_is_refused() -> None:
+    with pytest.raises(ConfigError, match="inside each of the 2 chunks"):
+        context_parallel.check(Two(), context(Layout(cp=2)))
+    context_parallel.check(decoder(), context(Layout(cp=2)))
+
+
+def test_each_rank_gets_its_chunk_of_every_tensor_of_a_batch() -> None:
+    x = torch.arange(24).view(2, 12)
+    pair = ({"ids": x, "words": x[..., None]}, x + 1)
+    meshes: list[Any] = [SimpleNamespace(size=lambda: 3, get_local_rank=lambda r=r: r) for r in range(3)]
+    chunks = [context_parallel.slice_pair(pair, mesh) for mesh in meshes]
+    assert torch.equal(torch.cat([inputs["ids"] for inputs, _ in chunks], 1), x)
+    assert torch.equal(torch.cat([inputs["words"] for inputs, _ in chunks], 1), x[..., None])
+    assert torch.equal(torch.cat([target for _, target in chunks], 1), x + 1)
+    with pytest.raises(UsageError, match=r"shape \(2,\)"):
+        context_parallel.slice_pair((x, torch.zeros(2)), meshes[0])
+    with pytest.raises(ConfigError, match=r"10 does not divide over cp = 3: 10 / 3 = 3\.33333"):
+        context_parallel.slice_pair((x[:, :10], x), meshes[0])
+
+
+def test_a_session_outside_a_run_can_split_a_model() -> None:
+    # There is no recipe then.
+    alone = replace(context(Layout(tp=2)), spec=None)
+    tensor_parallel.check(decoder(dropout=0.1), alone)
