@@ -1,0 +1,40 @@
+"""Data, tensor and pipeline parallel at once, on the four hosts, from `clustertrain submit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.slurm
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "three_d.toml")
+DEGREES = {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1}
+
+
+def losses(run: Run) -> list[float]:
+    return [row["loss"] for row in metrics.read(RunDir(run.path))]
+
+
+def test_three_dimensions_on_four_hosts_learn_what_one_process_learns(cluster: Any, tmp_path: Path) -> None:
+    env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+    run = runs.submit(env, "--backend", "slurm", EXAMPLE)
+    try:
+        status = run.complete()
+    finally:
+        run.call("cancel", run.id, check=False)
+    assert run.endings() == ["completed"] and status["step"] == 20
+    assert sorted(status["attempts"][0]["nodes"]) == ["node01", "node02", "node03", "node04"]
+    newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)[-1]
+    assert DEGREES.items() <= newest["layout"].items()
+    alone = ("--nodes", "1", "--gpus", "1", "--tp", "1", "--pp", "1", "--layout", "auto")
+    single = runs.submit(env, "--backend", "local", *alone, EXAMPLE)
+    single.complete()
+    assert len(losses(run)) == 20
+    assert losses(run) == pytest.approx(losses(single), rel=2e-6)
