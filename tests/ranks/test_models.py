@@ -1,0 +1,73 @@
+"""The built-in models besides the decoder, and one of the user's, learn the same on two ranks, in small micro-batches,
+as on one process in a single one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from tests.ranks.rank_pool import Ranks, make_run
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+# As the parity table's (tests/parity/cells.py), for fp32.
+LOSS, NORM = 2e-6, 5e-6
+
+MODELS: dict[str, dict[str, Any]] = {
+    "convnet": {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}},
+    "two-tower": {"kind": "two-tower", "dropout": 0.1, "two_tower": {"embedding": 16, "group": 4}},
+    "entry": {"entry": "perceptron:make", "args": {"width": 24}},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"strategy": "single"},
+    "ddp": {"strategy": "ddp", "dp_replicate": 2},
+    "fsdp": {"strategy": "fsdp", "dp_shard": 2, "activation_checkpointing": "full"},
+}
+
+PERCEPTRON = """
+import torch
+from torch import nn
+
+def make(width):
+    return nn.Sequential(nn.Flatten(), Scaled(), nn.Linear(8 * 8 * 3, width),
+                         nn.GELU(), nn.Linear(width, 10))
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x / 127.5 - 1
+"""
+
+
+def import_from(folder: str) -> None:
+    """Setup: what job.sh does with PYTHONPATH."""
+    sys.path.insert(0, folder)
+
+
+def trained(folder: Path, model: str, layout: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    data = {"image_size": 8, **({"kind": "images"} if model == "entry" else {})}
+    micro = 16 if layout == "one" else 4
+    run = make_run(
+        folder / layout, "ddp", 1, steps=STEPS, every=STEPS, micro_batch=micro, model=MODELS[model], data=data
+    )
+    plan = fsio.read_json(run.plan)
+    assert isinstance(plan, dict)
+    fsio.write_json(run.plan, {**plan, "layout": LAYOUTS[layout]})
+    ranks = Ranks(run, 1 if layout == "one" else 2, setup=import_from, args=(str(folder),)).expect(0)
+    return list(ranks.losses().values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_learn_what_one_process_does(model: str, tmp_path: Path) -> None:
+    (tmp_path / "perceptron.py").write_text(PERCEPTRON)
+    alone = trained(tmp_path, model, "one")
+    assert len(alone) == STEPS
+    for layout in ("ddp", "fsdp"):
+        found = trained(tmp_path, model, layout)
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in alone], rel=LOSS)
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in alone], rel=NORM)
