@@ -12,6 +12,8 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from tests.fake_slurm.fixture import FakeSlurm
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
 Prepare = Callable[..., Prepared]
 
 
@@ -149,3 +151,9 @@ def test_names_of_the_submitting_environment_are_the_users(ask: Prepare, monkeyp
 def test_the_checkpoint_folder_becomes_absolute(ask: Prepare, tmp_path: Path) -> None:
     assert ask(job={"checkpoint_dir": "big"}).spec.job.checkpoint_dir == str(tmp_path / "big")
     assert ask().spec.job.checkpoint_dir == ""
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_example_has_a_plan(example: Path, fake_slurm: FakeSlurm) -> None:
+    prepared = prepare(SubmitRequest(target=str(example), cwd=EXAMPLES))
+    assert prepared.plan.batch.global_batch > 0
