@@ -13,13 +13,14 @@ from clustertrain.train.context import RankContext
 from clustertrain.train.data_parallel import units
 
 aten = torch.ops.aten
-# Dear to redo: matmuls and attention. All else is redone in the backward pass: norms, activation functions, casts (the
-# idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
+# Dear to redo: matmuls, convolutions and attention. All else is redone in the backward pass: norms, activation
+# functions, casts (the idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
 _KEPT = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        aten.convolution.default,
         aten._scaled_mm.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
