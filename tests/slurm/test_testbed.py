@@ -1,5 +1,7 @@
-"""The testbed keeps its word: what the other tests of this folder build on. That a killed or cut-off host goes down, and
-that its job is requeued, is shown with the main job."""
+"""The testbed keeps its word: what the other tests of this folder build on.
+
+That a host which is killed or cut off goes down, and that its job is requeued, is shown with the main job.
+"""
 
 from __future__ import annotations
 
