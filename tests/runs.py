@@ -79,7 +79,7 @@ class Run:
             last = self.status()
             return condition(last)
 
-        assert clock.wait_until(holds, timeout_s, 0.3), f"{what}: not in {timeout_s:g} s\n{self.explain()}"
+        assert clock.wait_until(holds, timeout_s, 1.0), f"{what}: not in {timeout_s:g} s\n{self.explain()}"
         return last
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
