@@ -117,6 +117,11 @@ def of_device(
         if precision == "fp16":
             return ["precision fp16 on the CPU is for trying it out: matmuls take many times fp32's time"]
     elif precision == "fp8":
+        if layout.tp > 1:
+            raise ConfigError(
+                f"precision fp8 with tp {layout.tp}: the 8-bit layers are not split over ranks",
+                fix="use tp = 1, or train.precision = 'bf16'",
+            )
         if gpu is None:
             return [
                 "precision fp8 needs GPUs of compute capability 8.9 (Ada, Hopper) or later, or MI300; the type is not "

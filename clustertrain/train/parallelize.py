@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.checkpoint.state import block, clean
 from clustertrain.errors import ConfigError
-from clustertrain.train import activations, data_parallel, dropout, seeds
+from clustertrain.train import computation, data_parallel, dropout, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 
@@ -61,7 +61,7 @@ def parallelize(model: nn.Module, context: RankContext, groups: Groups, seed: in
         if groups.context is not None:
             context_parallel.apply(part, context, groups.context)
         dropout.place(part, context, seed)
-        activations.apply(part, context)
+        computation.apply(part, context)
         if layout.fully_sharded and data_mesh is not None:
             data_parallel.shard(part, context, data_mesh)
         if on_meta:

@@ -73,6 +73,7 @@ def make_run(
     precision: str = "fp32",
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
     script: tuple[Path, tuple[str, ...]] | None = None,
 ) -> RunDir:
     """A run directory as submit leaves it; ``script`` is one to snapshot, with its arguments."""
@@ -81,6 +82,7 @@ def make_run(
     recipe = {
         "model": {**TINY, **(model or {})},
         "data": {"seq_len": SEQ_LEN, "max_bytes": 100_000, **(data or {})},
+        "parallel": parallel or {},
         "train": {"steps": steps, "global_batch": global_batch},
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": every, "keep": keep},

@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation, unit by unit."""
+"""How the repeated layers compute: in fp8, checkpointed, compiled, unit by unit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ _KEPT = frozenset(
 
 
 def apply(model: nn.Module, context: RankContext) -> None:
-    """Checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
+    """Convert, checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
+    if context.precision == "fp8":
+        from clustertrain.train import fp8
+
+        fp8.apply(model, context.device)
     kind = context.layout.activation_checkpointing
     for _, unit in units(model):
         if kind != "none":

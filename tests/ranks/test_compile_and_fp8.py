@@ -1,0 +1,36 @@
+"""What changes how a block is computed and not what: torch.compile, block by block; and 8-bit matmuls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.plan.layout import Layout
+from tests.ranks.rank_pool import Ranks, make_run
+
+pytestmark = pytest.mark.ranks
+FSDP = Layout(strategy="fsdp", dp_shard=2, activation_checkpointing="selective")
+
+
+def losses(folder: Path, layout: Layout, **more: Any) -> list[tuple[float, float]]:
+    run = make_run(folder, layout, layout.world_size, steps=4, micro_batch=2, **more)
+    return list(Ranks(run, layout.world_size).expect(0).losses().values())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on the CPU")
+def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
+    compiled = losses(tmp_path / "compiled", FSDP, parallel={"compile": True})
+    plain = losses(tmp_path / "plain", Layout())
+    for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=2e-6) and norm == pytest.approx(plain_norm, rel=5e-6)
+
+
+def test_fp8_is_not_bf16_and_close_to_it(tmp_path: Path) -> None:
+    fp8, bf16 = (losses(tmp_path / p, FSDP, precision=p) for p in ("fp8", "bf16"))
+    assert fp8 != bf16
+    for (loss, norm), (bf16_loss, bf16_norm) in zip(fp8, bf16, strict=True):
+        assert loss == pytest.approx(bf16_loss, rel=0.01) and norm == pytest.approx(bf16_norm, rel=0.2)
+    assert fp8[-1][0] < fp8[0][0]
