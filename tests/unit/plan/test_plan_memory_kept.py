@@ -24,7 +24,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import GIB, of_rank
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec
-from clustertrain.train import activations, context_parallel, tensor_parallel
+from clustertrain.train import computation, context_parallel, tensor_parallel
 from clustertrain.train.model import Decoder
 
 BATCH, LENGTH = 2, 128
@@ -49,7 +49,7 @@ def last_of(world_size: int) -> Iterator[Any]:
 
 def held(layout: Layout, mode: str) -> dict[str, int]:
     """Bytes of parameters and activations (without the logits) that the last rank of ``layout`` holds."""
-    context = SimpleNamespace(layout=layout, parallel=ParallelSpec(), device=torch.device("cpu"))
+    context = SimpleNamespace(layout=layout, precision="fp32", parallel=ParallelSpec(), device=torch.device("cpu"))
     model = Decoder(MODEL).train()
     if mode == "cast":
         model = model.to(torch.bfloat16)
@@ -58,7 +58,7 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
             tensor_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
         if layout.cp > 1:
             context_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
-        activations.apply(model, context)  # type: ignore[arg-type]
+        computation.apply(model, context)  # type: ignore[arg-type]
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH // layout.cp))
         tracker = MemTracker()
         tracker.track_external(model, tokens)
