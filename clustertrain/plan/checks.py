@@ -110,8 +110,9 @@ def of_device(
     """Notes on what runs, but not well or not certainly.
 
     Raises:
-        ConfigError: the device lacks what precision or layout need.
+        ConfigError: the device lacks what precision or layout need, or torch what two options together need.
     """
+    _halves(parallel, layout)
     if device == "cpu":
         _only_on_gpus(precision, parallel, layout)
         if precision == "fp16":
@@ -133,13 +134,25 @@ def of_device(
                 "capability 8.9 on, AMD: from MI300 on)",
                 fix="use train.precision = 'bf16', or another --gpu-type",
             )
-    if layout.pp > 1 and parallel.compile and layout.schedule in ("zero-bubble", "zbv"):
+    return []
+
+
+def _halves(parallel: ParallelSpec, layout: Layout) -> None:
+    """Refuses what does not go with a backward pass in two parts, that of the inputs and that of the weights."""
+    if layout.pp == 1 or layout.schedule not in pipeline.TWO_PART_BACKWARD:
+        return
+    if parallel.compile:
         raise ConfigError(
             f"parallel.compile with schedule {layout.schedule}: torch cannot take a compiled backward pass apart into "
             "its input and its weight half",
             fix="leave one of them out",
         )
-    return []
+    if layout.activation_checkpointing == "selective":
+        raise ConfigError(
+            f"selective activation checkpointing with schedule {layout.schedule}: it gives out what it kept once, and "
+            "the input and the weight half of the backward pass both ask for it",
+            fix="use parallel.activation_checkpointing = 'full' or 'none', or parallel.schedule = 'interleaved'",
+        )
 
 
 def _only_on_gpus(precision: Precision, parallel: ParallelSpec, layout: Layout) -> None:

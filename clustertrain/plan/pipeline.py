@@ -10,6 +10,7 @@ from clustertrain.plan.layout import Layout
 # Micro-batches for each rank of the pipeline: from 4 on the bubble is negligible (GPipe, arXiv 1811.06965, section
 # 2.3).
 ENOUGH = 4
+TWO_PART_BACKWARD = ("zero-bubble", "zbv")  # schedules that do the gradients of inputs and of weights apart
 
 
 def stages(layout: Layout) -> int:

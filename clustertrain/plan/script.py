@@ -22,6 +22,7 @@ def needs_train_step(layout: Layout, precision: str) -> list[str]:
         reason
         for needed, reason in (
             (layout.pp > 1, f"pp {layout.pp}: forward and backward of the stages alternate"),
+            (layout.tp > 1, f"tp {layout.tp}: the logits may be split over the ranks, and with them the loss"),
             (layout.zero1, "zero1: the optimizer is split over the ranks"),
             (layout.cp > 1, f"cp {layout.cp}: each rank takes its part of every sequence"),
             (precision == "fp16", "precision fp16: the loss is scaled"),

@@ -214,7 +214,7 @@ def test_a_script_that_cannot_drive_its_layout_is_refused(
     command: str, type_: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("import torch\nimport clustertrain as ct\nloss.backward()\n")
-    for words in (["--pp", "2"], ["--layout", "zero1"], ["--set", "train.precision=fp16"], ["--cp", "2"]):
+    for words in (["--pp=2"], ["--layout=zero1"], ["--set=train.precision=fp16"], ["--cp=2"], ["--tp=2"]):
         assert type_(command, "--gpus", "2", *words, "train.py") == 78
         assert "train.py does not call session.train_step" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()

@@ -114,6 +114,24 @@ REFUSED: dict[str, Case] = {
         "parallel.compile with schedule zero-bubble",
         "leave one",
     ),
+    "compiled-halves-cpu": (
+        {"pp": 2},
+        {"parallel": {"compile": True, "schedule": "zbv"}, "train": {"precision": "fp16"}, "device": "cpu"},
+        "parallel.compile with schedule zbv",
+        "leave one",
+    ),
+    "compiled-halves-fp8": (
+        {"pp": 2},
+        {"parallel": {"compile": True, "schedule": "zbv"}, "train": {"precision": "fp8"}},
+        "parallel.compile with schedule zbv",
+        "leave one",
+    ),
+    "selective-halves": (
+        {"pp": 2},
+        {"parallel": {"activation_checkpointing": "selective", "schedule": "zero-bubble"}, "device": "cpu"},
+        "selective activation checkpointing with schedule zero-bubble",
+        "'full' or 'none'",
+    ),
 }
 
 
@@ -132,6 +150,8 @@ def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
     [
         ({"pp": 8}, {}),
         ({"pp": 4}, {"parallel": {"schedule": "interleaved"}}),
+        ({"pp": 4}, {"parallel": {"schedule": "zbv", "activation_checkpointing": "full"}}),
+        ({}, {"parallel": {"schedule": "zbv", "activation_checkpointing": "selective", "compile": True}}),
         ({"pp": 4}, {"parallel": {"split": ("layers.1", "layers.2", "layers.3")}}),
         ({"tp": 4}, {"seq_len": 250, "parallel": {"sequence_parallel": False}}),
         ({"pp": 8}, {"parallel": {"schedule": "gpipe"}, "train": {"micro_batch": 32}}),

@@ -43,6 +43,7 @@ def test_what_a_text_tells(source: str, drives: bool | None) -> None:
     [
         ({"pp": 2, "schedule": "1f1b"}, "fp32", "stages alternate"),
         ({"strategy": "zero1", "zero1": True, "dp_replicate": 2}, "fp32", "split over the ranks"),
+        ({"tp": 2}, "fp32", "the logits may be split"),
         ({"cp": 2}, "fp32", "its part of every sequence"),
         ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
     ],
