@@ -14,12 +14,14 @@ from rank_pool import Ranks, digest, make_run
 
 from clustertrain import clock, fsio, proc
 from clustertrain.checkpoint import offline
+from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
 
 pytestmark = pytest.mark.ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
+ANY_LAYOUT = EXAMPLE.with_name("layouts_script.py")
 
 
 def torchrun(run: RunDir, attempt: int, rank_dir: Path) -> subprocess.Popen[bytes]:
@@ -76,6 +78,23 @@ def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
     second = Ranks(parts, 4, 2).expect(0)
     assert second.events("restored")[0]["step"] == 7
     assert digest(parts) == digest(whole)
+
+
+def test_the_example_for_every_layout_learns_the_same_under_each(tmp_path: Path) -> None:
+    layouts = (
+        Layout(),
+        Layout(strategy="ddp", dp_replicate=2),
+        Layout(strategy="fsdp", dp_shard=2),
+        Layout(tp=2, sequence_parallel=True),
+        Layout(cp=2),
+        Layout(pp=2, schedule="1f1b"),
+    )
+    wanted: list[float] = []
+    for i, layout in enumerate(layouts):
+        run = make_run(tmp_path / str(i), layout, layout.world_size, script=(ANY_LAYOUT, ("--steps", "3")))
+        losses = [loss for loss, _ in Ranks(run, layout.world_size).expect(0).losses().values()]
+        wanted = wanted or losses
+        assert losses == pytest.approx(wanted, rel=2e-5), layout.words()
 
 
 RANDOM = """
