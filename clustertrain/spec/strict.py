@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -52,19 +52,42 @@ def build(value: dict[str, Any], kind: type[S], source: str) -> S:
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
         key = path.rstrip("`").lstrip(".")
-        raise ConfigError(f"{source}: {key or 'top level'}: {_plain(text)}", fix=_show(value, key)) from e
+        fix = _one_of(value, kind, key) or _show(value, key)
+        raise ConfigError(f"{source}: {key or 'top level'}: {_plain(text)}", fix=fix) from e
 
 
 def _plain(text: str) -> str:
     return text[0].lower() + text[1:] if text.startswith(("Expected", "Invalid", "Object")) else text
 
 
-def _show(value: dict[str, Any], key: str) -> str | None:
+def _at(value: dict[str, Any], key: str) -> Any:
+    """The value at ``key``; None where a part of the path is no table's."""
     current: Any = value
     for part in key.split(".") if key else []:
         if not isinstance(current, dict) or part not in current:
             return None
         current = current[part]
+    return current
+
+
+def _one_of(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str | None:
+    """The words that the field at ``key`` takes, the nearest ones first; None where it takes other things."""
+    field: Any = kind
+    for part in key.split("."):
+        struct = _struct_of(field)
+        fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
+        field = fields.get(part)
+    if get_origin(field) is not Literal:
+        return None
+    given = str(_at(value, key))
+    words = sorted(get_args(field), key=lambda word: -difflib.SequenceMatcher(None, given, word).ratio())
+    return "use one of " + ", ".join(words)
+
+
+def _show(value: dict[str, Any], key: str) -> str | None:
+    current = _at(value, key)
+    if current is None:
+        return None
     return f"change {key} = {current!r}" if key and not isinstance(current, dict) else None
 
 
