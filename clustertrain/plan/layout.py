@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -10,6 +11,11 @@ from clustertrain.errors import ConfigError
 
 Strategy = Literal["single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
 SHARDED = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
+
+
+def counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 class Coordinates(NamedTuple):
@@ -89,7 +95,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def product(self) -> str:
         """The degrees above one, outermost first: ``8 ranks = pp 2 x dp_shard 2 x tp 2``."""
         degrees = [f"{name} {n}" for name in Coordinates._fields if (n := getattr(self, name)) > 1]
-        return f"{self.world_size} ranks = {' x '.join(degrees) or '1'}"
+        return f"{counted(self.world_size, 'rank')} = {' x '.join(degrees) or '1'}"
 
     def words(self) -> str:
         """For people: ``hybrid-shard 2 x 4, tp 2, pp 2 (1f1b)``."""
@@ -109,8 +115,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """global_batch = micro_batch x grad_accum x data_parallel, in sequences; where that does not divide, the last
-    micro-batches are smaller. ``grad_accum`` is a pipeline's number of micro-batches."""
+    """global_batch = micro_batch x grad_accum x data_parallel, in sequences. ``submit`` refuses a batch that does not
+    divide; on the ranks that a loss of nodes has left it may not, and the last micro-batches are smaller there.
+    ``grad_accum`` is a pipeline's number of micro-batches."""
 
     micro_batch: int = 1
     grad_accum: int = 1
@@ -137,22 +144,25 @@ def data_degrees(
     if strategy in ("single", "ddp", "zero1"):
         replicate, shard = dp_replicate or data, dp_shard or 1
     elif strategy == "hybrid-shard":
-        in_node = max(1, gpus_per_node // (tp * cp))
-        shard = dp_shard or (max(1, data // dp_replicate) if dp_replicate else min(data, in_node))
-        replicate = dp_replicate or max(1, data // max(1, shard))
+        # As large as a group can be that lies inside a node wherever it begins.
+        in_node = math.gcd(data, max(1, gpus_per_node // (tp * cp)))
+        shard = dp_shard or (max(1, data // dp_replicate) if dp_replicate else in_node)
+        replicate = dp_replicate or max(1, data // shard)
     else:
         replicate, shard = dp_replicate or 1, dp_shard or max(1, data // max(1, dp_replicate))
+    _check_use(strategy, replicate, shard)
     if replicate * shard != data:
         raise ConfigError(
             f"dp_replicate {replicate} x dp_shard {shard} x {product} = {replicate * shard * model}, and there are "
             f"{world} ranks",
             fix=f"dp_replicate x dp_shard must be {world} / {model} = {data}",
         )
-    _check_use(strategy, replicate, shard, world, gpus_per_node)
+    if strategy == "hybrid-shard" and data * cp > 1:
+        _check_hybrid(replicate, shard * cp, shard, world, gpus_per_node)
     return replicate, shard
 
 
-def _check_use(strategy: Strategy, replicate: int, shard: int, world: int, gpus_per_node: int) -> None:
+def _check_use(strategy: Strategy, replicate: int, shard: int) -> None:
     if strategy in ("ddp", "zero1") and shard > 1:
         raise ConfigError(f"{strategy} shards no parameters, dp_shard is {shard}", fix="use --layout hybrid-shard")
     if strategy in ("fsdp", "fsdp-grad-op") and replicate > 1:
@@ -160,14 +170,19 @@ def _check_use(strategy: Strategy, replicate: int, shard: int, world: int, gpus_
             f"{strategy} shards over all data-parallel ranks, dp_replicate is {replicate}",
             fix="use --layout hybrid-shard",
         )
-    if strategy == "hybrid-shard" and (replicate == 1 or shard == 1):
-        if world <= gpus_per_node:
-            raise ConfigError(
-                f"hybrid-shard shards inside a node and replicates across nodes: one node of {gpus_per_node} has "
-                "nothing to replicate across",
-                fix="use --layout fsdp, more --nodes, or --dp-replicate and --dp-shard",
-            )
+
+
+def _check_hybrid(replicate: int, group: int, shard: int, world: int, gpus_per_node: int) -> None:
+    """``group``: the ranks that share a replica's parameters, which are also those that share a sequence."""
+    if replicate == 1 and world <= gpus_per_node:
         raise ConfigError(
-            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {'fsdp' if replicate == 1 else 'ddp'}",
-            fix=f"use --layout {'fsdp' if replicate == 1 else 'ddp'}, or two degrees above 1",
+            f"hybrid-shard shards inside a node and replicates across nodes: one node of {gpus_per_node} has nothing "
+            "to replicate across",
+            fix="use --layout fsdp, more --nodes, or --dp-replicate and --dp-shard",
+        )
+    if replicate == 1 or group == 1:
+        plain = "fsdp" if replicate == 1 else "ddp"
+        raise ConfigError(
+            f"hybrid-shard with dp_replicate {replicate} x dp_shard {shard} is {plain}",
+            fix=f"use --layout {plain}, or two degrees above 1",
         )

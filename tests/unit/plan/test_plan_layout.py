@@ -28,6 +28,13 @@ def degrees(strategy: Strategy, world: int, gpus: int = 8, **asked: int) -> tupl
         ("hybrid-shard", 8, {"dp_replicate": 2, "dp_shard": 4}, (2, 4)),
         ("ddp", 8, {"tp": 2, "pp": 2}, (2, 1)),
         ("fsdp", 8, {"tp": 2, "cp": 2, "pp": 2}, (1, 1)),
+        # The largest group that lies inside a node; 12 ranks a stage are one node and a half.
+        ("hybrid-shard", 24, {"pp": 2}, (3, 4)),
+        ("hybrid-shard", 21, {"gpus": 7}, (3, 7)),
+        # Parameters are sharded over the ranks that share a sequence too.
+        ("hybrid-shard", 16, {"tp": 4, "cp": 2}, (2, 1)),
+        ("hybrid-shard", 1, {"gpus": 1}, (1, 1)),
+        ("hybrid-shard", 8, {"tp": 8}, (1, 1)),
     ],
 )
 def test_degrees_that_were_not_asked_for_are_derived(
@@ -45,6 +52,11 @@ def test_degrees_that_were_not_asked_for_are_derived(
         ("hybrid-shard", 4, {"dp_shard": 8}, "dp_replicate 1 x dp_shard 8"),
         ("fsdp", 16, {"dp_shard": 4}, "must be 16 / 1 = 16"),
         ("ddp", 16, {"dp_shard": 2, "dp_replicate": 8}, "shards no parameters"),
+        ("ddp", 16, {"dp_shard": 4}, "ddp shards no parameters, dp_shard is 4"),
+        ("fsdp", 16, {"dp_replicate": 3}, "dp_replicate is 3"),
+        ("hybrid-shard", 16, {"gpus": 8, "tp": 8}, "dp_replicate 2 x dp_shard 1 is ddp"),
+        ("hybrid-shard", 8, {"dp_shard": 1}, "dp_replicate 8 x dp_shard 1 is ddp"),
+        ("hybrid-shard", 16, {"cp": 16}, "dp_replicate 1 x dp_shard 1 is fsdp"),
         ("fsdp", 16, {"dp_replicate": 2}, "use --layout hybrid-shard"),
         ("hybrid-shard", 8, {}, "nothing to replicate across"),
         ("hybrid-shard", 16, {"pp": 2}, "dp_replicate 1 x dp_shard 8 is fsdp"),
@@ -70,7 +82,7 @@ def test_the_innermost_neighbours_are_those_that_talk_most() -> None:
 @pytest.mark.parametrize(
     ("fields", "words", "product"),
     [
-        ({}, "single", "1 ranks = 1"),
+        ({}, "single", "1 rank = 1"),
         ({"strategy": "ddp", "dp_replicate": 4}, "ddp", "4 ranks = dp_replicate 4"),
         (
             {"strategy": "hybrid-shard", "dp_replicate": 2, "dp_shard": 4, "tp": 2, "sequence_parallel": True},
