@@ -117,6 +117,11 @@ def of_device(
         _only_on_gpus(precision, parallel, layout)
         if precision == "fp16":
             return ["precision fp16 on the CPU is for trying it out: matmuls take many times fp32's time"]
+        if precision == "tf32":
+            return ["precision tf32 is one of GPUs: on the CPU matmuls stay fp32"]
+    elif precision in ("bf16", "tf32") and gpu is not None and not gpu.bf16:
+        instead = "train.precision = 'fp16' or 'fp32'" if precision == "bf16" else "its matmuls stay fp32"
+        return [f"precision {precision}: {gpu.name} has none in hardware (NVIDIA: from Ampere on); {instead}"]
     elif precision == "fp8":
         if layout.tp > 1:
             raise ConfigError(

@@ -34,9 +34,9 @@ class Choice:
         self.device = device
         self.world = spec.job.nodes * spec.job.gpus
         self.precision = spec.recipe.train.precision
-        if self.precision == "auto":
-            self.precision = "bf16" if device == "cuda" else "fp32"
         self.gpu = hardware.find(spec.job.gpu_type) if device == "cuda" else None
+        if self.precision == "auto":
+            self.precision = "bf16" if device == "cuda" and (self.gpu is None or self.gpu.bf16) else "fp32"
         self.capacity = self.gpu.capacity_gib if self.gpu else None
         self.assumed = ASSUMED_CPU_GIB if device == "cpu" else ASSUMED_GIB
         self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
@@ -237,12 +237,7 @@ class Choice:
     def _explain_layout(self) -> None:
         layout, job, recipe = self.layout, self.spec.job, self.spec.recipe
         if recipe.train.precision == "auto" and self.spec.script is None:
-            why = (
-                "the matrix units are made for it; weights and optimizer stay fp32"
-                if self.precision == "bf16"
-                else "bf16 is slower on CPUs"
-            )
-            self.reasons.append(f"precision {self.precision}: {why}")
+            self.reasons.append(f"precision {self.precision}: {self._why_precision()}")
         if layout.pp > 1 and layout.sharded:
             self.reasons.append(_WHY_FSDP_KEEPS)
         work = None
@@ -250,6 +245,13 @@ class Choice:
             work = crossing.Work(self.decoder, self._pass(layout, self.batch.micro_batch))
         self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
         self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
+
+    def _why_precision(self) -> str:
+        if self.precision == "bf16":
+            return "the matrix units are made for it; weights and optimizer stay fp32"
+        if self.gpu is not None:
+            return f"{self.gpu.name} has no bf16 in hardware; train.precision = 'fp16' is possible, with a scaled loss"
+        return "bf16 is slower on CPUs"
 
     def _limit_in_words(self) -> str:
         share = f"{self.limit:.1f} GiB ({SAFE_FRACTION:.0%} of"

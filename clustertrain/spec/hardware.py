@@ -8,13 +8,14 @@ import msgspec
 
 
 class GpuType(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen. ``fp8``:
-    whether its matrix units multiply 8-bit floating-point numbers."""
+    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen. ``fp8``
+    and ``bf16``: whether its matrix units multiply such numbers; those with bf16 have tf32 or its like."""
 
     name: str
     memory_gib: float
     source: str
     fp8: bool
+    bf16: bool = True
     usable_gib: float | None = None
 
     @property
@@ -24,12 +25,19 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
 
 # Transformer Engine's support matrix: fp8 from compute capability 8.9 (Ada) on. AMD: from CDNA 3 (MI300) on.
 _FIRST_FP8 = 8.9
+_FIRST_BF16 = 8.0  # NVIDIA Ampere; and tf32
 
 
 def _nvidia(name: str, capability: float, memory_gib: float, sheet: str, usable_gib: float | None = None) -> GpuType:
     """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"."""
-    source, fp8 = f"NVIDIA {sheet} data sheet", capability >= _FIRST_FP8
-    return GpuType(name=name, memory_gib=memory_gib, source=source, fp8=fp8, usable_gib=usable_gib)
+    return GpuType(
+        name=name,
+        memory_gib=memory_gib,
+        source=f"NVIDIA {sheet} data sheet",
+        fp8=capability >= _FIRST_FP8,
+        bf16=capability >= _FIRST_BF16,
+        usable_gib=usable_gib,
+    )
 
 
 # Vendors' "GB" of HBM and GDDR are binary: an "80 GB" A100 reports 81920 MiB in nvidia-smi. Data-centre cards reserve a

@@ -174,4 +174,10 @@ def test_what_runs_slowly_or_may_not_run_is_noted() -> None:
     made = planned({"gpu_type": "x9000"}, train={"precision": "fp8"})
     assert any("compute capability 8.9" in note for note in made.warnings)
     assert set(made.warnings) <= set(made.reasons)
+    made = planned({}, train={"precision": "tf32"}, device="cpu")
+    assert any("matmuls stay fp32" in note for note in made.warnings)
+    for precision in ("bf16", "tf32"):
+        made = planned({"gpu_type": "v100"}, train={"precision": precision})
+        assert any(f"precision {precision}: v100 has none in hardware" in note for note in made.warnings)
+        assert planned({"gpu_type": "a100"}, train={"precision": precision}).warnings == ()
     assert planned({"gpu_type": "h100"}, train={"precision": "fp8"}).warnings == ()

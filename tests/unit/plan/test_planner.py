@@ -32,7 +32,7 @@ def chosen(request: RunSpec, device: str = "cuda", profile: ClusterProfile | Non
 
 
 def test_one_rank_is_single() -> None:
-    for layout in ("auto", "ddp", "fsdp"):
+    for layout in ("auto", "ddp", "fsdp", "hybrid-shard"):
         made = chosen(spec(nodes=1, gpus=1, layout=layout))
         assert made.layout.strategy == "single" and made.layout.world_size == 1
 
@@ -229,7 +229,7 @@ def test_auto_chooses_by_the_memory_that_the_other_degrees_leave() -> None:
 
 
 def test_one_data_parallel_rank_is_single() -> None:
-    for layout in ("auto", "ddp", "fsdp", "fsdp-grad-op"):
+    for layout in ("auto", "ddp", "fsdp", "fsdp-grad-op", "hybrid-shard"):
         made = chosen(spec(nodes=1, layout=layout, tp=2, pp=4, gpu_type="h100"))
         assert (made.layout.strategy, made.layout.data_parallel) == ("single", 1)
         assert "single: tp 2 x pp 4 takes all 8 ranks" in made.reasons[0]
@@ -264,3 +264,10 @@ def test_what_does_not_fit_is_told_what_would_help() -> None:
     made = chosen(spec(LARGE, nodes=1, gpus=1, gpu_type="t4", seq_len=2048))
     with pytest.raises(ConfigError, match="activation_checkpointing=full"):
         require_fit(made)
+
+
+def test_gpus_without_bf16_get_fp32() -> None:
+    made = chosen(spec(gpu_type="v100"))
+    assert made.precision == "fp32" and made.warnings == ()
+    assert any("v100 has no bf16 in hardware; train.precision = 'fp16' is possible" in r for r in made.reasons)
+    assert chosen(spec(gpu_type="a100")).precision == "bf16"

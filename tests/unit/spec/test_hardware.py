@@ -54,3 +54,8 @@ def test_every_type_has_a_source_and_plausible_memory() -> None:
 def test_which_types_multiply_in_fp8(name: str, fp8: bool) -> None:
     gpu = hardware.find(name)
     assert gpu is not None and gpu.fp8 is fp8
+
+
+def test_bf16_begins_with_ampere() -> None:
+    without = {gpu.name for gpu in hardware.CATALOGUE if not gpu.bf16}
+    assert without == {"p100", "v100", "v100-32gb", "t4", "rtx-2080-ti", "rtx-6000", "rtx-8000"}
