@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.causal = causal
         self.mesh: DeviceMesh | None = None
-        self.rank, self.ranks = 0, 1
+        self.rank = 0
         self.ring = False
 
     def first_position(self, length: int) -> int:
@@ -104,8 +104,7 @@ def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
         _enable_ring()
     for module in part.modules():
         if isinstance(module, SelfAttention):
-            module.mesh, module.ring = mesh, ring
-            module.rank, module.ranks = mesh.get_local_rank(), mesh.size()
+            module.mesh, module.ring, module.rank = mesh, ring, mesh.get_local_rank()
 
 
 def _enable_ring() -> None:
