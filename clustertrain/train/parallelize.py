@@ -64,10 +64,9 @@ def parallelize(model: nn.Module, context: RankContext, groups: Groups, seed: in
         computation.apply(part, context)
         if layout.fully_sharded and data_mesh is not None:
             data_parallel.shard(part, context, data_mesh)
+        _place(part, context.device, layout.offload and layout.fully_sharded and data_mesh is not None)
         if on_meta:
-            part.to_empty(device=context.device)
-            _initialise(part, whole, seed)
-        part.to(context.device)
+            _initialise(part, whole, seed, context.device)
     if pipeline_mesh is not None:
         return pipeline.Pipeline(parts, whole, context, pipeline_mesh)
     if groups.mesh is not None and layout.strategy in ("ddp", "zero1") and not layout.model_parallel:
@@ -91,12 +90,25 @@ def _take_rank_0(model: nn.Module) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def _initialise(part: nn.Module, whole: nn.Module, seed: int) -> None:
+def _place(part: nn.Module, device: torch.device, offload: bool) -> None:
+    """All on ``device``, but with ``offload`` the parameters in host memory, where ``fully_shard`` looks for them. What
+    is on the meta device becomes empty; not so ``to_empty``, which would empty buffers that have values too."""
+    home = torch.device("cpu") if offload else device
+
+    def placed(t: torch.Tensor) -> torch.Tensor:
+        there = home if isinstance(t, nn.Parameter) else device
+        return torch.empty_like(t, device=there) if t.is_meta else t.to(there)
+
+    part._apply(placed)  # type: ignore[no-untyped-call]
+
+
+def _initialise(part: nn.Module, whole: nn.Module, seed: int, device: torch.device) -> None:
+    """The values are drawn on ``device`` wherever they are kept: another one draws others."""
     with torch.no_grad():
         for name, p in part.named_parameters():
             name = clean(name)  # noqa: PLW2901 - wrappers must not change the values
-            full = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            generator = torch.Generator(p.device).manual_seed(seeds.derive(seed, "init", name))
+            full = torch.empty(p.shape, dtype=p.dtype, device=device)
+            generator = torch.Generator(device).manual_seed(seeds.derive(seed, "init", name))
             whole.init_parameter(name, full, generator)  # type: ignore[operator]
             mine = block(name, "model", p)
             mine.local.copy_(full[tuple(slice(s, s + n) for s, n in zip(mine.start, mine.local.shape, strict=True))])

@@ -39,10 +39,16 @@ def split(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> list[nn.M
         ConfigError: it cannot be cut as the layout and ``parallel.split`` want.
     """
     layout, parallel = context.layout, context.parallel
-    if parallel.compile and layout.schedule in ("zero-bubble", "zbv"):
+    if parallel.compile and layout.schedule in plan.TWO_PART_BACKWARD:
         raise ConfigError(
             f"parallel.compile with schedule {layout.schedule}: a compiled backward cannot be done in two parts",
             fix="use parallel.schedule = '1f1b' or 'interleaved', or compile = false",
+        )
+    if layout.activation_checkpointing == "selective" and layout.schedule in plan.TWO_PART_BACKWARD:
+        raise ConfigError(
+            f"selective activation checkpointing with schedule {layout.schedule}: it gives out what it kept once, and "
+            "the two parts of the backward pass both ask for it",
+            fix="use parallel.activation_checkpointing = 'full' or 'none', or parallel.schedule = 'interleaved'",
         )
     return stages.cut(model, layout, parallel.split, mesh.get_local_rank())
 
@@ -67,7 +73,7 @@ class Pipeline(nn.Module):
         )
         for part, at in zip(parts, self._at, strict=True):
             part.forward = functools.partial(self._forward, part, part.forward, at)
-            if context.layout.fully_sharded and context.layout.schedule in ("zero-bubble", "zbv"):
+            if context.layout.fully_sharded and context.layout.schedule in plan.TWO_PART_BACKWARD:
                 # They differentiate a stage's inputs and its weights apart, and look the weights up in the module: they
                 # must be the gathered ones of the forward pass. The schedule itself gathers and frees whole stages.
                 part.set_reshard_after_forward(False)  # type: ignore[operator]

@@ -18,9 +18,11 @@ def parameter_dtype(precision: str) -> torch.dtype | None:
 
 
 def apply_matmul_precision(context: RankContext) -> None:
-    """tf32 where the recipe wants it. A setting of the process."""
-    if context.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    """tf32 where the recipe wants it and nowhere else: torch by itself has fp32 for matmuls and tf32 for convolutions.
+    Settings of the process, so made anew by each session."""
+    tf32 = context.precision == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def autocast(context: RankContext) -> AbstractContextManager[object]:
