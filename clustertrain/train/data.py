@@ -70,7 +70,8 @@ class Loader:
     ranks. ``position`` counts the samples that all ranks together have consumed; it is all the state there is.
 
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
-    int64 tensor a micro-batch. Where the global batch does not divide, micro-batches differ in size, and a rank that
+    int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
+    (``ragged``), micro-batches differ in size, and a rank that
     has run out of samples gets one that is not its own, with place -1: it counts for nothing.
     """
 
@@ -102,7 +103,9 @@ class Loader:
         self._micro = micro_batch or largest
         self._rounds = -(-largest // self._micro)
         self._as_list = micro_batch is not None
+        self.ragged = global_batch % (ranks * self._micro) != 0
         self.latest: Any = None
+        self.fresh = False
         self.places: list[torch.Tensor] = []
         self._workers = workers
         self._seed = seed
@@ -130,6 +133,7 @@ class Loader:
         self.position += self.global_batch
         self.wait_s += clock.monotonic() - started
         self.latest = parts if self._as_list else parts[0]
+        self.fresh = True
         return self.latest
 
     def _start(self) -> Iterator[Any]:

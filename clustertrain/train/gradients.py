@@ -28,9 +28,13 @@ def complete(params: Iterable[nn.Parameter]) -> None:
 
 
 def total_norm(
-    params: Iterable[nn.Parameter], stages: DeviceMesh | None = None, elsewhere: Collection[int] = ()
+    params: Iterable[nn.Parameter],
+    device: torch.device,
+    stages: DeviceMesh | None = None,
+    elsewhere: Collection[int] = (),
 ) -> torch.Tensor:
-    """The L2 norm of the whole gradient, as an fp32 tensor on the device and the same on all ranks; no host sync.
+    """The L2 norm of the whole gradient, as an fp32 tensor on ``device`` and the same on all ranks; no host sync, save
+    for gradients in host memory (``parallel.offload``), whose squares are summed there and then sent to the device.
 
     torch's ``get_total_norm`` takes one mesh at a time. Here the squares of what shares a mesh and its sharded
     dimensions are summed on the rank, then over those dimensions, then over ``stages``.
@@ -40,7 +44,6 @@ def total_norm(
         elsewhere: id() of parameters that another stage counts (tied embeddings).
     """
     squares: dict[Any, torch.Tensor] = {}
-    device = None
     for p in params:
         if p.grad is None or id(p) in elsewhere:
             continue
@@ -50,12 +53,12 @@ def total_norm(
             mesh = grad.device_mesh
             sharded = tuple((mesh, i) for i, placement in enumerate(grad.placements) if not placement.is_replicate())
             grad = grad.to_local()
-        device = grad.device
         # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
         square = torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
         squares[sharded] = squares[sharded] + square if sharded in squares else square
     total = torch.zeros((), dtype=torch.float64, device=device)
     for sharded, square in squares.items():
+        square = square.to(device)  # noqa: PLW2901 - where the ranks of a mesh talk to each other
         for mesh, dim in sharded:
             dist.all_reduce(square, group=mesh.get_group(dim))
         total = total + square
@@ -65,10 +68,10 @@ def total_norm(
 
 
 def scale(params: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
-    """Multiply all gradients, in place."""
+    """Multiply all gradients, in place. They are all on one device, which with ``parallel.offload`` is the CPU."""
     grads = local_gradients(params)
     if grads:
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor.to(grads[0].device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -22,6 +22,7 @@ from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
+from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
@@ -68,6 +69,7 @@ class Session:
         self.tokens_per_step = 0
         self._logged: dict[str, Plain | torch.Tensor] = {}
         self._loaders: list[Loader] = []
+        self._places = Places(self._loaders)
         self._finished = False
         self._slowest_save_s = 0.0
         self._model: nn.Module | None = None
@@ -187,10 +189,15 @@ class Session:
             options: what ``cls`` takes (``lr`` and so on).
 
         Raises:
-            UsageError: before :meth:`parallelize`.
+            UsageError: before :meth:`parallelize`, or a second time.
         """
         if self._model is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
+        if self._train_step is not None:
+            raise UsageError(
+                "session.optimizer: there is an optimizer already, and train_step updates with one only",
+                fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
+            )
         params = self._model.parameters() if params is None else params
         if self._context.layout.strategy == "zero1" and self._groups.mesh is not None:
             made = data_parallel.split_optimizer(cls, params, options)
@@ -204,17 +211,18 @@ class Session:
         norm of at most ``clip_norm`` (0: none), update.
 
         Args:
-            batch: ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch`` yields them.
+            batch: ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch`` yields them;
+                the script may have transformed it, sample by sample.
             loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
                 mean is over something else, tokens say.
 
         Raises:
-            UsageError: before :meth:`optimizer`, or the batch is something else.
+            UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
+                other micro-batches.
         """
         if self._train_step is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
-        places = next((loader.places for loader in self._loaders if loader.latest is batch), None)
-        return self._train_step(batch, places, loss_fn, clip_norm)
+        return self._train_step(batch, self._places.of(batch), loss_fn, clip_norm)
 
     def loader(
         self,
@@ -262,7 +270,7 @@ class Session:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the global gradient norm (0: do not) and return what it was, without a device sync."""
         gradients.complete(model.parameters())
-        norm = gradients.total_norm(model.parameters())
+        norm = gradients.total_norm(model.parameters(), self.device)
         if max_norm > 0:
             gradients.scale(model.parameters(), gradients.clip_factor(norm, max_norm))
         return norm

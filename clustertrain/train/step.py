@@ -31,7 +31,8 @@ Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | i
 @dataclass(frozen=True)
 class Stepped:
     """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
-    the device, equal on all ranks. ``skipped``: the gradients of this step overflowed in fp16 and were thrown away."""
+    the device, equal on all ranks. ``skipped``: the gradients of this step overflowed in fp16 and were thrown away.
+    Of a step that counts nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -128,9 +129,10 @@ class TrainStep:
         params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
+        factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
         elsewhere = getattr(self._model, "counted_elsewhere", ())
         gradients.complete(params)
-        norm = gradients.total_norm(params, self._groups.pipeline(), elsewhere) * factor.float()
+        norm = gradients.total_norm(params, self._context.device, self._groups.pipeline(), elsewhere) * factor.float()
         skipped = False
         if self._scale is not None:
             # The one host sync of a step, and only for fp16: whether to update must be known before.
@@ -140,6 +142,7 @@ class TrainStep:
             gradients.scale(params, (factor * gradients.clip_factor(norm, clip_norm)).float())
             self._optimizer.step()
         self._optimizer.zero_grad()
+        self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
         return Stepped(loss, norm, skipped)
 
     def _loss_context(self) -> AbstractContextManager[object]:
