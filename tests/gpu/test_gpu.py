@@ -223,3 +223,19 @@ def test_a_layout_stops_and_resumes_with_the_same_bits(tmp_path: Path, strategy:
     assert {**first.losses(), **second.losses()} == whole.losses()
     assert digest(run) == digest(whole.run)
     assert whole.events("session_started")[0]["device"] == DEVICE
+
+
+def test_offload_trains_as_without(tmp_path: Path) -> None:
+    """Parameters, gradients and optimizer state in host memory; the norm is that of the device to rounding."""
+    from clustertrain.plan.layout import Layout
+    from tests.ranks.rank_pool import Ranks, make_run
+
+    found = []
+    for offload in (False, True):
+        layout = Layout(strategy="fsdp", dp_shard=1, offload=offload)
+        run = make_run(tmp_path / str(offload), layout, 1, micro_batch=8, parallel={"offload": offload})
+        found.append(Ranks(run, 1, setup=set_up, args=(None,)).expect(0).losses())
+    there, here = found
+    assert list(there) == list(here) == list(range(1, 9))
+    for step, pair in there.items():
+        assert here[step] == pytest.approx(pair, rel=1e-4), f"step {step}"
