@@ -21,7 +21,9 @@ FP32, BF16 = (2e-6, 5e-6), (2e-3, 3e-2)
 def losses(folder: Path, layout: Layout, **parallel: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, of two micro-batches a rank."""
     micro = 8 // layout.world_size
-    run = make_run(folder, layout, layout.world_size, steps=4, global_batch=8, micro_batch=micro // 2, parallel=parallel)
+    run = make_run(
+        folder, layout, layout.world_size, steps=4, global_batch=8, micro_batch=micro // 2, parallel=parallel
+    )
     return list(Ranks(run, layout.world_size).expect(0).losses().values())
 
 
