@@ -239,7 +239,8 @@ def _show(chosen: Plan) -> None:
 
     parts: list[RenderableType] = [_rows(_summary(chosen))]
     for title, rows in (
-        ("Why", [("", reason) for reason in chosen.reasons]),
+        ("Warnings", [("", warning) for warning in chosen.warnings]),
+        ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
         ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
     ):
@@ -260,10 +261,25 @@ def _rows(rows: list[tuple[str, str]]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
+def _beside(chosen: Plan) -> str:
+    """What of the layout its name does not say."""
+    layout = chosen.layout
+    said = {
+        f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
+        "offload": layout.offload,
+        f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
+    }
+    return ", ".join(words for words, used in said.items() if used)
+
+
 def _summary(chosen: Plan) -> list[tuple[str, str]]:
+    from clustertrain.plan.layout import counted
+
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
-    ranks = f"{chosen.world_size} ranks = {chosen.nodes} nodes x {chosen.gpus_per_node}"
+    ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
     rows = [("layout", f"{layout.words()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
+    if beside := _beside(chosen):
+        rows.append(("with", beside))
     if layout.model_parallel or layout.strategy == "hybrid-shard":
         rows.append(("mesh", f"{layout.product()}, neighbours last"))
     if batch.global_batch:
@@ -273,4 +289,6 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
         rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+    if chosen.time.bubble_fraction is not None:
+        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
     return rows

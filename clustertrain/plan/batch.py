@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan.layout import Batch
+from clustertrain.plan.layout import Batch, counted
 
 
 def nearest(value: int, unit: int) -> str:
@@ -60,7 +60,7 @@ def check_divides(global_batch: int, data_parallel: int, micro_batch: int | None
         unit = micro_batch * data_parallel
         raise ConfigError(
             f"train.global_batch = {global_batch} does not divide into micro-batches of {micro_batch} on "
-            f"{data_parallel} data-parallel ranks: {global_batch} / ({micro_batch} x {data_parallel}) = "
+            f"{counted(data_parallel, 'data-parallel rank')}: {global_batch} / ({micro_batch} x {data_parallel}) = "
             f"{global_batch / unit:g}",
             fix=f"use a global batch of {nearest(global_batch, unit)}, a micro_batch that divides {share}, "
             "or micro_batch = 0 (the plan chooses)",
@@ -76,6 +76,7 @@ def split(
     fits: Callable[[int], bool],
     why_not: Callable[[int], str] = lambda micro_batches: "",
     enough: int = 1,
+    way_out: str = "",
 ) -> Batch:
     """Split the global batch over the ranks.
 
@@ -85,6 +86,7 @@ def split(
 
     Args:
         why_not: says of a number of micro-batches why the pipeline's schedule does not run it, or nothing.
+        way_out: what would run them.
 
     Raises:
         ConfigError: the numbers do not divide, or make a number of micro-batches that the schedule does not run; shows
@@ -94,7 +96,7 @@ def split(
     share = global_batch // data_parallel
     possible = [m for m in divisors(share) if not why_not(share // m)]
     if not possible or (micro_batch and micro_batch not in possible):
-        raise _not_run(global_batch, data_parallel, micro_batch, possible, why_not)
+        raise _not_run(global_batch, data_parallel, micro_batch, possible, why_not, way_out)
     micro = micro_batch or next((m for m in possible if share // m >= enough and fits(m)), possible[-1])
     return Batch(
         micro_batch=micro,
@@ -105,18 +107,22 @@ def split(
 
 
 def _not_run(
-    global_batch: int, data_parallel: int, micro_batch: int, possible: list[int], why_not: Callable[[int], str]
+    global_batch: int,
+    data_parallel: int,
+    micro_batch: int,
+    possible: list[int],
+    why_not: Callable[[int], str],
+    way_out: str,
 ) -> ConfigError:
     share = global_batch // data_parallel
     micro = micro_batch or 1
     larger = next(n for n in itertools.count(share // micro) if not why_not(n)) * micro * data_parallel
     fixes = [f"train.micro_batch = {' or '.join(map(str, possible))}"] if possible else []
+    fixes += [f"a global batch of {larger}", *([way_out] if way_out else [])]
     return ConfigError(
-        f"train.global_batch = {global_batch} over {data_parallel} data-parallel ranks makes {share // micro} "
-        f"micro-batches of {micro} a step: {why_not(share // micro)}",
-        fix=", ".join(
-            ["use " + " or ".join([*fixes, f"a global batch of {larger}"]), "or parallel.schedule = 'gpipe'"]
-        ),
+        f"train.global_batch = {global_batch} over {counted(data_parallel, 'data-parallel rank')} makes "
+        f"{counted(share // micro, 'micro-batch')} of {micro} a step: {why_not(share // micro)}",
+        fix="use " + ", or ".join(fixes),
     )
 
 

@@ -29,7 +29,7 @@ def of_model(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Lay
     """Raises ConfigError where the built-in decoder cannot be split as ``layout`` wants."""
     _stages(model, parallel, layout)
     if layout.tp > 1:
-        _tensor(model, layout.tp)
+        _tensor(model, layout)
     _sequence(seq_len, layout)
 
 
@@ -50,8 +50,10 @@ def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
 
 def _fewer_stages(units: int, layout: Layout) -> str:
     fixes = [f"model.layers of at least {pipeline.stages(layout) - 2}"]
-    if units // layout.virtual_stages > 1:
-        fixes.insert(0, f"--pp {units // layout.virtual_stages} or less")
+    left = layout.world_size // (layout.tp * layout.cp)  # for pipeline and data parallel
+    pp = next(d for d in divisors(left) if d <= max(1, units // layout.virtual_stages))
+    if pp > 1:
+        fixes.insert(0, f"--pp {pp}")
     if layout.virtual_stages > 1 and layout.pp <= units:
         fixes.insert(0, "parallel.schedule = '1f1b' with one stage a rank")
     return "use " + ", or ".join(fixes)
@@ -75,7 +77,8 @@ def _split(split: tuple[str, ...], layers: int, stages: int) -> None:
         )
 
 
-def _tensor(model: ModelSpec, tp: int) -> None:
+def _tensor(model: ModelSpec, layout: Layout) -> None:
+    tp, left = layout.tp, layout.world_size // (layout.cp * layout.pp)
     widths = {
         "model.heads": model.heads,
         "model.kv_heads": model.kv_heads,
@@ -84,7 +87,7 @@ def _tensor(model: ModelSpec, tp: int) -> None:
     }
     wrong = [f"{name} = {width} ({width} / {tp} = {width / tp:g})" for name, width in widths.items() if width % tp]
     if wrong:
-        possible = sorted(d for d in divisors(math.gcd(*widths.values())) if d > 1)
+        possible = sorted(d for d in divisors(math.gcd(left, *widths.values())) if d > 1)
         fix = f"use --tp {' or '.join(map(str, possible))}" if possible else "leave --tp out"
         raise ConfigError(
             f"tp {tp} does not divide {', '.join(wrong)}", fix=f"{fix}, or sizes that are multiples of {tp}"

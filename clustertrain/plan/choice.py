@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from clustertrain.plan import batch as batches
-from clustertrain.plan import checks, crossing, kinds, pipeline
+from clustertrain.plan import checks, crossing, kinds, notes, pipeline
 from clustertrain.plan import memory as memories
 from clustertrain.plan.activations import Pass
-from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, data_degrees
+from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, counted, data_degrees
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.spec import hardware
 from clustertrain.spec.job import RunSpec
@@ -61,6 +61,10 @@ class Choice:
             self._take(layout, why if layout.strategy == wanted else self._why_single())
         self._explain_batch()
         self._explain_layout()
+        self.warnings += notes.of_bubble(self.layout, self.batch)
+        peak = self.memory.peak_gib or 0.0
+        if self.device == "cuda" and self.gpu is None and peak > self.limit:
+            self.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {self._limit_in_words()}")
         if self.memory.fits is False:
             self.reasons.append(
                 f"does not fit: {self.memory.peak_gib:.1f} GiB a rank, the limit is {self.limit:.1f} GiB "
@@ -140,7 +144,7 @@ class Choice:
         if need <= self.limit:
             self._take(replicas, f"{name}: {need:.2f} GiB a rank is within {limit}, and it communicates least")
             self.rejected.append(
-                Rejected("fsdp", f"not needed: a replica needs {need:.2f} GiB, and sharding sends 3/2 of ddp's volume")
+                Rejected("fsdp", f"not needed: a replica needs {need:.2f} GiB{self._what_fsdp_sends(replicas)}")
             )
             return
         why = f"a replica needs {need:.2f} GiB a rank at micro_batch {split.micro_batch}, more than {limit}"
@@ -203,6 +207,7 @@ class Choice:
             fits=fits,
             why_not=lambda n: pipeline.why_not(layout, n) or ("it splits a group" if share // n % group else ""),
             enough=pipeline.enough(layout),
+            way_out="parallel.schedule = 'gpipe'" if layout.pp > 1 and recipe.parallel.virtual_stages < 2 else "",
         )
         return split, need(split.micro_batch)
 
@@ -231,7 +236,7 @@ class Choice:
         piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
         self.reasons.append(
             f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro}) x grad_accum "
-            f"{batch.grad_accum}{piped} x {layout.data_parallel} data-parallel ranks{named}"
+            f"{batch.grad_accum}{piped} x {counted(layout.data_parallel, 'data-parallel rank')}{named}"
         )
 
     def _explain_layout(self) -> None:
@@ -243,8 +248,16 @@ class Choice:
         work = None
         if self.decoder is not None:
             work = crossing.Work(self.decoder, self._pass(layout, self.batch.micro_batch))
+        self.warnings += notes.of_layout(layout, recipe.parallel, job.nodes)
+        if self.spec.script is not None or recipe.model.entry:
+            whose = "the model of a script" if self.spec.script is not None else f"the model of {recipe.model.entry}"
+            self.warnings += notes.of_unseen_model(layout, whose)
         self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
         self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
+
+    def _what_fsdp_sends(self, replicas: Layout) -> str:
+        # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.
+        return ", and sharding sends 3/2 of ddp's volume" if replicas.pp == 1 else ""
 
     def _why_precision(self) -> str:
         if self.precision == "bf16":

@@ -14,8 +14,9 @@ SHARDED = frozenset({"fsdp", "fsdp-grad-op", "hybrid-shard"})
 
 
 def counted(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    """``1 rank``, ``2 ranks``, ``2 batches``."""
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}" + ("" if number == 1 else ending)
 
 
 class Coordinates(NamedTuple):

@@ -38,6 +38,23 @@ def enough(layout: Layout) -> int:
     return ENOUGH * layout.pp if layout.pp > 1 else 1
 
 
+def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
+    """The part of a step in which a rank of the pipeline waits; None where that is not known.
+
+    Of 1F1B (p - 1) / m of the working time, with v stages a rank a v-th of it (arXiv 2205.05198, section 4.2.3);
+    zero-bubble, which does the gradients of the weights in it, leaves a third (arXiv 2401.10241, table 1). ZBV leaves
+    none where forward pass and both halves of the backward pass take equally long and there is enough to fill it.
+    """
+    if layout.pp == 1 or not micro_batches:
+        return None
+    if layout.schedule == "zbv":
+        return 0.0 if micro_batches >= enough(layout) else None
+    waiting = (layout.pp - 1) / (micro_batches * layout.virtual_stages)
+    if layout.schedule == "zero-bubble":
+        waiting /= 3
+    return waiting / (1 + waiting)
+
+
 def in_flight(layout: Layout, micro_batches: int) -> tuple[float, float]:
     """Of how many micro-batches the first and the last rank of the pipeline keep the activations at their peak.
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl
+from clustertrain.plan import nccl, pipeline
 from clustertrain.plan.choice import Choice, Rejected
-from clustertrain.plan.layout import Batch, Layout
+from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.plan.nccl import Setting
 from clustertrain.spec.cluster import ClusterProfile
@@ -18,7 +18,8 @@ from clustertrain.spec.limits import seconds_of
 
 
 class Time(msgspec.Struct, frozen=True, kw_only=True):
-    """``flops_per_step`` is counted from the shapes; what would be a guess stays None until it is predicted."""
+    """``flops_per_step`` is counted from the shapes, ``bubble_fraction`` follows from schedule and micro-batches; what
+    would be a guess stays None until it is predicted."""
 
     flops_per_step: float | None = None
     step_s: float | None = None
@@ -88,7 +89,10 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
-        time=Time(flops_per_step=flops_per_step(spec, choice.batch.global_batch)) if choice.decoder else Time(),
+        time=Time(
+            flops_per_step=flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None,
+            bubble_fraction=pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum),
+        ),
         nccl=nccl.communication(device, fabric, names),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
         signal_lead_s=lead_s,
@@ -117,8 +121,8 @@ def require_fit(chosen: Plan) -> None:
     model = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
     activations = (memory.activations_gib or 0) + (memory.logits_gib or 0)
     raise ConfigError(
-        f"{chosen.layout.words()} on {chosen.world_size} ranks needs {memory.peak_gib:.1f} GiB a rank (model states "
-        f"{model:.1f}, activations {activations:.1f}, overhead {memory.overhead_gib:.1f}), more than "
+        f"{chosen.layout.words()} on {counted(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB a rank "
+        f"(model states {model:.1f}, activations {activations:.1f}, overhead {memory.overhead_gib:.1f}), more than "
         f"{SAFE_FRACTION:.0%} of {memory.capacity_gib:g} GiB",
         fix=_fix(chosen),
     )

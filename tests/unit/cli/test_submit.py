@@ -188,6 +188,18 @@ def test_plan_shows_the_mesh_in_80_columns(type_: Type, capsys: pytest.CaptureFi
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
+def test_plan_shows_warnings_apart_and_all_of_the_layout(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "parallel.schedule=interleaved", "--set", "parallel.activation_checkpointing=full"]
+    assert type_("plan", *THREE_D, *options, "--set", "parallel.static_graph=true") == 0
+    out = capsys.readouterr().out
+    assert "activation checkpointing full, 2 stages a rank" in out and "bubble" in out
+    warnings, _, why = out.partition("\nWarnings\n")[2].partition("\nWhy\n")
+    assert "static_graph has no effect" in warnings and "static_graph" not in why
+    assert type_("plan", "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "1 rank = 1 node x 1" in out and "x 1 data-parallel rank" in out and "Warnings" not in out
+
+
 def test_status_names_the_layout(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
     assert type_("submit", *THREE_D) == 0
     assert type_("status") == 0

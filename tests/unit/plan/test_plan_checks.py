@@ -47,12 +47,12 @@ REFUSED: dict[str, Case] = {
     "one-node": ({"layout": "hybrid-shard", "nodes": 1}, {}, "one node of 8", "--layout fsdp"),
     "zero1-tp": ({"layout": "zero1", "tp": 2}, {}, "tp 2 splits them", "fsdp-grad-op"),
     "zero1-cp-pp": ({"layout": "zero1", "cp": 2, "pp": 2}, {}, "cp 2, pp 2", "fsdp-grad-op"),
-    "deep": ({"pp": 16}, {}, "16 stages, and the model has 10 parts", "--pp 10 or less"),
+    "deep": ({"pp": 16}, {}, "16 stages, and the model has 10 parts", "--pp 8, or model.layers"),
     "deep-virtual": (
         {"pp": 8},
         {"parallel": {"schedule": "interleaved"}},
         "pp 8 x virtual_stages 2 = 16 stages",
-        "one stage a rank, or --pp 5 or less, or model.layers of at least 14",
+        "one stage a rank, or --pp 4, or model.layers of at least 14",
     ),
     "split": ({"pp": 4}, {"parallel": {"split": ("layers.4",)}}, "begin at 3", "name 3 of them"),
     "split-name": ({"pp": 2}, {"parallel": {"split": ("layer.4",)}}, "no part 'layer.4'", "layers.4"),
@@ -96,6 +96,15 @@ REFUSED: dict[str, Case] = {
         {"parallel": {"schedule": "interleaved"}, "train": {"global_batch": 11, "micro_batch": 1}},
         "11 // pp 4 = 2 rounds of equally many micro-batches, 11 / 2 = 5.5",
         "parallel.schedule = 'gpipe'",
+    ),
+    "interleaved-virtual": (
+        {"nodes": 1, "gpus": 4, "pp": 4},
+        {
+            "parallel": {"schedule": "interleaved", "virtual_stages": 2},
+            "train": {"global_batch": 11, "micro_batch": 1},
+        },
+        "11 / 2 = 5.5",
+        "a global batch of 12\n",
     ),
     "batch": ({"tp": 2}, {"train": {"global_batch": 60}}, "60 / 8 = 7.5", "56 or 64"),
     "fp8-old": ({"gpu_type": "a100"}, {"train": {"precision": "fp8"}}, "matrix units of a100", "'bf16'"),
@@ -141,7 +150,7 @@ def test_it_is_refused_with_its_arithmetic_and_a_way_out(case: str) -> None:
     with pytest.raises(ConfigError) as e:
         planned(job, **rest)
     assert said in e.value.message
-    assert e.value.fix is not None and fix in e.value.fix
+    assert e.value.fix is not None and fix in e.value.fix + "\n"
     assert e.value.exit_code == 78
 
 

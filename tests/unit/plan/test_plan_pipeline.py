@@ -78,6 +78,23 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
     assert max(pipeline.in_flight(layout, 2)) <= 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "micro_batches", "bubble"),
+    [
+        ("gpipe", 1, 16, 3 / 19),
+        ("1f1b", 1, 4, 3 / 7),
+        ("interleaved", 2, 4, 3 / 11),
+        ("zero-bubble", 1, 4, 1 / 5),  # a third of 1f1b's 3 micro-batches' time, beside the same work
+        ("zbv", 2, 16, 0.0),
+        ("zbv", 2, 4, None),
+    ],
+)
+def test_the_bubble(schedule: str, virtual: int, micro_batches: int, bubble: float | None) -> None:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
+    assert pipeline.bubble_fraction(layout, micro_batches) == (None if bubble is None else pytest.approx(bubble))
+    assert pipeline.bubble_fraction(layout, 0) is None and pipeline.bubble_fraction(Layout(), 4) is None
+
+
 @pytest.mark.parametrize("vocab_size", [256, 8_000, 64_000])
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_are_dealt_as_the_trainer_cuts_them(vocab_size: int, tied: bool) -> None:

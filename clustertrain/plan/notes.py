@@ -1,0 +1,67 @@
+"""What runs, but not as one may expect: allowed, and said."""
+
+from __future__ import annotations
+
+from clustertrain.plan import pipeline
+from clustertrain.plan.layout import Batch, Layout, counted
+from clustertrain.spec.parallel import ParallelSpec
+
+
+def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
+    found = without_effect(layout, parallel)
+    if layout.strategy == "hybrid-shard" and nodes == 1:
+        found.append(
+            f"hybrid-shard {layout.dp_replicate} x {layout.dp_shard} inside one node: it saves traffic between nodes, "
+            "and here it only costs memory; fsdp shards over all ranks"
+        )
+    return found
+
+
+def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
+    """Options that were set and belong to other layouts."""
+    sharded, default = layout.fully_sharded, ParallelSpec()
+    for_sharded, for_replicas = ("offload", "prefetch"), ("bucket_mib", "static_graph", "compress_gradients")
+    unused = for_replicas if sharded else for_sharded
+    if layout.gradient_ranks == 1:
+        unused = (*for_sharded, *for_replicas)
+    return [
+        f"parallel.{name} has no effect: {layout.words()} {_why(layout)}"
+        for name in unused
+        if getattr(parallel, name) != getattr(default, name)
+    ]
+
+
+def _why(layout: Layout) -> str:
+    if layout.gradient_ranks == 1:
+        return "has no data-parallel ranks that would share anything"
+    return "averages gradients with fully_shard, not with DDP" if layout.fully_sharded else "shards no parameters"
+
+
+def of_unseen_model(layout: Layout, whose: str) -> list[str]:
+    """``whose`` model: one that is only made when the run starts, so that nothing here can say how it may be split."""
+    needs = [
+        need
+        for degree, need in (
+            (layout.tp, f"a tp_plan (tp {layout.tp})"),
+            (layout.pp, f"pipeline_units (pp {layout.pp})"),
+            (layout.cp, f"SelfAttention (cp {layout.cp})"),
+        )
+        if degree > 1
+    ]
+    if not needs:
+        return []
+    return [f"{whose} is not seen before the run starts, and is refused then if it lacks {' or '.join(needs)}"]
+
+
+def of_bubble(layout: Layout, batch: Batch) -> list[str]:
+    """Where a pipeline has too few micro-batches to be well filled."""
+    micro_batches, enough = batch.grad_accum, pipeline.enough(layout)
+    if layout.pp == 1 or micro_batches >= enough:
+        return []
+    idle, then = pipeline.bubble_fraction(layout, micro_batches), pipeline.bubble_fraction(layout, enough)
+    cost = "leave a bubble" if idle is None else f"leave a bubble of {idle:.0%} of the step"
+    smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 else ""
+    return [
+        f"{counted(micro_batches, 'micro-batch')} on a pipeline of {layout.pp} ranks {cost}; {enough} or more would "
+        f"leave {then or 0:.0%}: a larger train.global_batch{smaller}"
+    ]

@@ -1,0 +1,95 @@
+"""What is allowed and said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.plan import notes
+from clustertrain.plan.layout import Batch, Layout
+from clustertrain.plan.planner import Plan, plan
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
+
+DDP = Layout(strategy="ddp", dp_replicate=4)
+FSDP = Layout(strategy="fsdp", dp_shard=4)
+LARGE = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32)
+
+
+def planned(
+    job: dict[str, Any],
+    *,
+    model: ModelSpec | None = None,
+    parallel: dict[str, Any] | None = None,
+    batch: int = 64,
+    script: bool = False,
+) -> Plan:
+    recipe = Recipe(
+        model=model or ModelSpec(), parallel=ParallelSpec(**(parallel or {})), train=TrainSpec(global_batch=batch)
+    )
+    spec = RunSpec(
+        job=JobSpec(**{"nodes": 2, "gpus": 8, **job}),
+        recipe=recipe,
+        script=ScriptSpec(path="train.py", cwd="/") if script else None,
+    )
+    return plan(spec, ClusterProfile(), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "unused"),
+    [
+        (DDP, {"offload": True, "prefetch": 2, "static_graph": True}, ["offload", "prefetch"]),
+        (FSDP, {"offload": True, "prefetch": 2}, []),
+        (FSDP, {"compress_gradients": True, "static_graph": True}, ["static_graph", "compress_gradients"]),
+        (Layout(strategy="ddp", dp_replicate=2, tp=2), {"compress_gradients": True}, ["compress_gradients"]),
+        (Layout(), {"offload": True, "bucket_mib": 50}, ["offload", "bucket_mib"]),
+        (Layout(), {}, []),
+    ],
+)
+def test_options_of_other_layouts_have_no_effect(layout: Layout, options: dict[str, Any], unused: list[str]) -> None:
+    said = notes.without_effect(layout, ParallelSpec(**options))
+    assert [note.partition(" has no effect")[0] for note in said] == [f"parallel.{name}" for name in unused]
+
+
+def test_the_notes_reach_the_plan() -> None:
+    (note,) = planned({"layout": "ddp", "gpu_type": "h100"}, parallel={"offload": True}).warnings
+    assert note == "parallel.offload has no effect: ddp shards no parameters"
+    (note,) = planned({"nodes": 1, "dp_replicate": 2, "dp_shard": 4}).warnings
+    assert "hybrid-shard 2 x 4 inside one node" in note
+    assert planned({"dp_replicate": 2, "dp_shard": 8}).warnings == ()
+
+
+def test_what_a_model_must_have_that_nothing_here_has_seen() -> None:
+    (note,) = planned({"tp": 2, "pp": 2}, script=True).warnings
+    assert "the model of a script" in note and "a tp_plan (tp 2) or pipeline_units (pp 2)" in note
+    (note,) = planned({"cp": 2}, model=ModelSpec(entry="mine:make")).warnings
+    assert "the model of mine:make" in note and "SelfAttention (cp 2)" in note
+    assert planned({}, script=True).warnings == () == planned({"tp": 2}).warnings
+
+
+def test_a_pipeline_that_is_not_well_filled() -> None:
+    made = planned({"pp": 4, "gpu_type": "h100"}, batch=32)
+    assert made.time.bubble_fraction == pytest.approx(3 / 11)
+    (note,) = made.warnings
+    assert "8 micro-batches on a pipeline of 4 ranks leave a bubble of 27% of the step" in note
+    assert "16 or more would leave 16%: a larger train.global_batch" in note and "smaller" not in note
+    filled = planned({"pp": 4, "gpu_type": "h100"})
+    assert filled.warnings == () and filled.time.bubble_fraction == pytest.approx(3 / 19)
+    (note,) = notes.of_bubble(Layout(pp=2, schedule="zbv", virtual_stages=2), Batch(micro_batch=4))
+    assert note.startswith("1 micro-batch on") and "leave a bubble; 8 or more would leave 0%" in note
+    assert note.endswith("or a smaller train.micro_batch")
+
+
+def test_a_layout_that_an_unknown_gpu_may_not_hold() -> None:
+    for layout in ("ddp", "auto"):
+        made = planned({"nodes": 1, "gpus": 2, "layout": layout}, model=LARGE)
+        assert any("may not fit: " in note and "say --gpu-type" in note for note in made.warnings)
+    assert planned({"layout": "ddp"}).warnings == ()
+
+
+def test_sharding_a_stage_sends_no_more_than_replicating_it() -> None:
+    assert "3/2" in planned({}).rejected[0].why
+    assert "3/2" not in planned({"pp": 2}).rejected[0].why
