@@ -20,10 +20,10 @@ def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
 def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
     """Options that were set and belong to other layouts."""
     sharded, default = layout.fully_sharded, ParallelSpec()
-    for_sharded, for_replicas = ("offload", "prefetch"), ("bucket_mib", "static_graph", "compress_gradients")
+    for_sharded, for_replicas = ["offload", "prefetch"], ["bucket_mib", "static_graph", "compress_gradients"]
     unused = for_replicas if sharded else for_sharded
     if layout.gradient_ranks == 1:
-        unused = (*for_sharded, *for_replicas)
+        unused = for_sharded + for_replicas
     return [
         f"parallel.{name} has no effect: {layout.words()} {_why(layout)}"
         for name in unused
