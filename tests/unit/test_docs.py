@@ -1,0 +1,52 @@
+"""The pages name every option, lead nowhere else than they say, and what they print runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clustertrain import proc
+from clustertrain.spec.parallel import ParallelSpec
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = ROOT / "docs" / "training-scripts.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+def test_every_key_of_parallel_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "layouts.md").read_text()
+    for field in msgspec.structs.fields(ParallelSpec):
+        value = [] if field.default == () else field.default
+        shown = msgspec.json.encode(value).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_word_of_a_tp_plan_is_documented() -> None:
+    from clustertrain.train.tensor_parallel import WORDS
+
+    text = SCRIPTS.read_text()
+    assert [w for w in WORDS if f"| `{w}` |" not in text] == []
+
+
+def test_the_snippets_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", SCRIPTS.read_text(), re.DOTALL)
+    script = tmp_path / "snippets.py"
+    # The modules that are only defined there are called once.
+    calls = "words = torch.zeros(2, 3).long()\nx = Text().embed(words)\n"
+    calls += "print(loss_fn(Text()(words), words)[1], Attention()(x).shape, Dropped()(x).shape)"
+    script.write_text("\n".join([*blocks, calls]))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTERTRAIN")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = proc.run([sys.executable, str(script)], env=environ, timeout_s=120.0)
+    assert done.stdout.strip() == "tensor(6) torch.Size([2, 3, 16]) torch.Size([2, 3, 16])"
