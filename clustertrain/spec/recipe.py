@@ -158,7 +158,7 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     global_batch: int = 0  # sequences an optimizer step, whatever the number of ranks; 0: chosen by the plan
     micro_batch: int = 0  # sequences a rank and forward pass; 0: chosen by the plan
     seed: int = 1
-    precision: Precision = "auto"  # auto: bf16 on GPUs, fp32 on CPU; weights and optimizer state are always fp32
+    precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32; weights and optimizer are always fp32
     log_every: int = 10
 
     def __post_init__(self) -> None:
