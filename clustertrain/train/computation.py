@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,15 +38,27 @@ def apply(model: nn.Module, context: RankContext) -> None:
 
         fp8.apply(model, context.device)
     kind = context.layout.activation_checkpointing
+    if context.parallel.compile:
+        # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for _, unit in units(model):
         if kind != "none":
             options: dict[str, Any] = {"use_reentrant": False}
             if kind == "selective":
                 options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
             # On the instance: a wrapper module would rename every parameter in it.
-            unit.forward = functools.partial(checkpoint, unit.forward, **options)
+            unit.forward = _checkpointed(unit.forward, options)
         if context.parallel.compile:
             unit.compile(fullgraph=kind == "none")
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A function and no partial of ``checkpoint``: in that dynamo sees torch's own frames alone, and compiles none."""
+
+    def redone(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return redone
 
 
 def _policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

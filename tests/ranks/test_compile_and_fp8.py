@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clustertrain.plan.layout import Layout
-from tests.ranks.rank_pool import Ranks, make_run
+from tests.ranks.rank_pool import TINY, Ranks, make_run
 
 pytestmark = pytest.mark.ranks
 FSDP = Layout(strategy="fsdp", dp_shard=2, activation_checkpointing="selective")
 
 
-def losses(folder: Path, layout: Layout, **more: Any) -> list[tuple[float, float]]:
+def losses(
+    folder: Path, layout: Layout, setup: Callable[[], None] | None = None, **more: Any
+) -> list[tuple[float, float]]:
     run = make_run(folder, layout, layout.world_size, steps=4, micro_batch=2, **more)
-    return list(Ranks(run, layout.world_size).expect(0).losses().values())
+    return list(Ranks(run, layout.world_size, setup=setup).expect(0).losses().values())
+
+
+def expect_compiled() -> None:
+    """Setup: the rank fails where the session ends with fewer graphs compiled than there are blocks."""
+    from torch._dynamo.utils import counters
+
+    from clustertrain.train.session import Session
+
+    original = Session.__exit__
+
+    def leave(self: Session, *error: Any) -> None:
+        original(self, *error)
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs >= TINY["layers"], f"{graphs} graphs compiled"
+
+    Session.__exit__ = leave  # type: ignore[method-assign]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on the CPU")
 def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
-    compiled = losses(tmp_path / "compiled", FSDP, parallel={"compile": True})
+    compiled = losses(tmp_path / "compiled", FSDP, expect_compiled, parallel={"compile": True})
     plain = losses(tmp_path / "plain", Layout())
     for (loss, norm), (plain_loss, plain_norm) in zip(compiled, plain, strict=True):
         assert loss == pytest.approx(plain_loss, rel=2e-6) and norm == pytest.approx(plain_norm, rel=5e-6)
