@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
+from clustertrain.train.keeping import Keeping
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
@@ -28,7 +27,6 @@ from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
-SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
 WORD_OF_STOP_S = 3.0  # how long after the first process of a job the last one hears that it is being ended
 
 
@@ -71,7 +69,6 @@ class Session:
         self._loaders: list[Loader] = []
         self._places = Places(self._loaders)
         self._finished = False
-        self._slowest_save_s = 0.0
         self._model: nn.Module | None = None
         self._train_step: TrainStep | None = None
         self._apart_s = 0.0  # spent since the step began on what is not the step itself
@@ -83,8 +80,8 @@ class Session:
         self._result = result.current()
         self._flag = StopFlag(context.rank_dir)
         self._flag.install()
-        self._threads = mesh.choose_threads(context)
-        torch.set_num_threads(self._threads)
+        threads = mesh.choose_threads(context)
+        torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
         self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop)
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
@@ -113,8 +110,9 @@ class Session:
             device=self.device.type,
             strategy=context.layout.strategy,
             layout=context.layout.words(),
-            threads=self._threads,
+            threads=threads,
         )
+        self._keeping = Keeping(context, self._groups, self._checkpoint_dir, threads, self._result, self._event)
         return self
 
     def __exit__(
@@ -334,18 +332,19 @@ class Session:
         state = state if state is not None else {}
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
-        manager = self._open_checkpoints(keep)
-        first = self.step = self._restore(manager, state)
+        self._keeping.open(keep)
+        first = self.step = self._keeping.restore(state, self.seed)
         while True:
             stop = self.step < total and self.poll()
             due = checkpoint_every is not None and self.step % checkpoint_every == 0
-            late = stop and self._agreement.any(self._too_late_to_save())
+            late = stop and self._agreement.any(self._keeping.too_late(self._flag.deadline()))
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
-            if manager is not None and self.step > first and not late and (stop or due or self.step == total):
-                self._save(manager, state, final=stop or self.step == total)
+            if self._keeping.kept and self.step > first and not late and (stop or due or self.step == total):
+                self._metrics.drain(wait=True)
+                self._keeping.save(self.step, state, final=stop or self.step == total)
             if stop:
-                self._leave(resumable=manager is not None)
+                self._leave(resumable=self._keeping.kept)
             if self.step >= total:
                 self._finished = True
                 return
@@ -369,50 +368,7 @@ class Session:
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total)
 
-    # -- checkpoints and stopping
-
-    def _open_checkpoints(self, keep: int) -> CheckpointManager | None:
-        context = self._context
-        folder = self._checkpoint_dir or (context.run.checkpoints if context.run else None)
-        if folder is None:
-            return None
-        layout = {f: getattr(context.layout, f) for f in context.layout.__struct_fields__}
-        attempt = str(context.attempt.n) if context.attempt else "local"
-        return CheckpointManager(folder, Ranks(self._groups.checkpoint), attempt=attempt, layout=layout, keep=keep)
-
-    def _restore(self, manager: CheckpointManager | None, state: dict[str, Any]) -> int:
-        restored = manager.restore(state) if manager is not None else None
-        step = restored.step if restored else 0
-        if restored is not None:
-            self._result.step = self._result.committed_step = step
-            self._event(
-                "restored",
-                step=step,
-                path=str(restored.path),
-                restore_s=restored.restore_s,
-                skipped=restored.skipped,
-            )
-        if restored is not None and restored.rank_state is not None:
-            self._threads = restored.rank_state["threads"]
-            torch.set_num_threads(self._threads)
-            seeds.restore(restored.rank_state["random"], self.device)
-        else:
-            seeds.seed_all(seeds.derive(self.seed, "rank", step, self.rank))
-        return step
-
-    def _save(self, manager: CheckpointManager, state: dict[str, Any], *, final: bool) -> None:
-        self._metrics.drain(wait=True)
-        rank_state = {"random": seeds.capture(self.device), "threads": self._threads}
-        saved = manager.save(self.step, state, rank_state)
-        self._slowest_save_s = max(self._slowest_save_s, saved.save_s)
-        self._result.committed_step = self.step
-        self._event("checkpoint", step=self.step, save_s=saved.save_s, bytes=saved.bytes, final=final)
-
-    def _too_late_to_save(self) -> bool:
-        """Whether a save would not end before the kill, by the slowest one so far. The newest committed checkpoint then
-        stands; a save that is killed half way would not change that, only cost the orderly end."""
-        deadline = self._flag.deadline()
-        return deadline is not None and clock.now() + SAVE_MARGIN * self._slowest_save_s > deadline
+    # -- stopping
 
     def _leave(self, *, resumable: bool) -> None:
         self._metrics.close()

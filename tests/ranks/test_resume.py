@@ -109,17 +109,16 @@ def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new:
 
 def save_what_was_restored() -> None:
     """Setup: as soon as step 4 is restored, save it as step 5, and end."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.keeping import Keeping
 
-    original = Session._restore
+    original = Keeping.restore
 
-    def restore(self: Session, manager: Any, state: Any) -> int:
-        step = original(self, manager, state)
-        self.step = step + 1
-        self._save(manager, state, final=True)
+    def restore(self: Keeping, state: Any, seed: int) -> int:
+        step = original(self, state, seed)
+        self.save(step + 1, state, final=True)
         return step
 
-    Session._restore = restore  # type: ignore[method-assign]
+    Keeping.restore = restore  # type: ignore[method-assign]
 
 
 def test_another_number_of_ranks_goes_on_in_the_same_data(tmp_path: Path) -> None:

@@ -40,19 +40,17 @@ def one_thread() -> None:
 
 def save_what_it_begins_with() -> None:
     """Setup: a checkpoint of the initial values under the number 1."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.keeping import Keeping
 
     one_thread()
-    original = Session._restore
+    original = Keeping.restore
 
-    def restore(self: Session, manager: Any, state: Any) -> int:
-        step = original(self, manager, state)
-        self.step = 1
-        self._save(manager, state, final=False)
-        self.step = step
+    def restore(self: Keeping, state: Any, seed: int) -> int:
+        step = original(self, state, seed)
+        self.save(1, state, final=False)
         return step
 
-    Session._restore = restore  # type: ignore[method-assign]
+    Keeping.restore = restore  # type: ignore[method-assign]
 
 
 def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None, **kw: Any) -> RunDir:
