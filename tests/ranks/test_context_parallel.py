@@ -29,7 +29,6 @@ __all__ = ["reference"]
     [
         (Layout(cp=4), {"dropout": 0.2}),
         (Layout(strategy="fsdp", dp_shard=2, cp=2, activation_checkpointing="full"), {"dropout": 0.2}),
-        (Layout(cp=2, tp=2, sequence_parallel=True), {"tie_embeddings": True}),
         (Layout(strategy="ddp", dp_replicate=2, cp=2), {}),
     ],
     ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),

@@ -93,14 +93,10 @@ def reference() -> Iterator[Reference]:
 @pytest.mark.parametrize(
     ("layout", "parallel", "model"),
     [
-        (Layout(tp=2), {}, {"dropout": 0.2}),
         (Layout(tp=2, sequence_parallel=True, activation_checkpointing="full"), {}, {"dropout": 0.2}),
         (Layout(tp=2, sequence_parallel=True), {}, {"tie_embeddings": True}),
         (Layout(tp=2), {"loss_parallel": False}, {"tie_embeddings": True}),
-        (Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True), {}, ODD),
         (Layout(strategy="fsdp", dp_shard=2, tp=2, activation_checkpointing="selective"), {}, {"dropout": 0.2}),
-        (Layout(strategy="ddp", dp_replicate=2, tp=2, sequence_parallel=True), {}, {"dropout": 0.2}),
-        (Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), {}, {}),
     ],
     ids=lambda value: value.words() if isinstance(value, Layout) else "-".join(value),
 )
@@ -120,7 +116,6 @@ def test_computes_what_one_process_computes(
     [
         (Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True), Layout(strategy="ddp", dp_replicate=2)),
         (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=3, tp=2, sequence_parallel=True)),
-        (Layout(tp=2), Layout(strategy="fsdp", dp_shard=2, cp=2)),
     ],
     ids=Layout.words,
 )
@@ -148,7 +143,6 @@ def alone() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("layout", "micro_batch"),
     [
-        (Layout(tp=2), 4),
         (Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True), 2),
         (Layout(cp=2, tp=2, sequence_parallel=True), 8),
     ],
