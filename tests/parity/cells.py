@@ -134,16 +134,18 @@ def pairs(cells: Iterable[Cell]) -> set[frozenset[tuple[str, Any]]]:
 
 
 def covering() -> list[Cell]:
-    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of eight
-    ranks the cheapest), and then the cheapest cells that bring pairs not met so far."""
+    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of
+    tensor parallel's products, which are slow on few cores, the cheapest), and then the cheapest cells that bring pairs
+    not met so far. Those are cp's, of the numeric policy ``cast``, and DDP's, of ``autocast``."""
     every = table()
     chosen = []
     for i, layout in enumerate(LAYOUTS):
         own = [c for c in every if c.layout == layout and c.precision == "fp32"]
-        chosen.append(own[i % len(own)] if LAYOUTS[layout].world_size < 8 else own[0])
+        slow = LAYOUTS[layout].tp > 1 and LAYOUTS[layout].world_size > 2
+        chosen.append(own[0] if slow else own[i % len(own)])
     missing = pairs(every) - pairs(chosen)
     while missing:
-        best = max(every, key=lambda c: (len(pairs([c]) & missing), -c.shape.world_size))
+        best = max(every, key=lambda c: (len(pairs([c]) & missing), c.shape.tp == 1, -c.shape.world_size, c.shape.cp))
         chosen.append(best)
         missing -= pairs([best])
     return chosen

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 
 from clustertrain import clock, fsio
 from clustertrain.plan.layout import Layout
@@ -52,17 +53,17 @@ class Outcome:
 
 def run(cell: Cell, folder: Path) -> Outcome:
     """``folder`` must not exist yet; the run directory and the ranks' logs are left in it."""
-    started = clock.monotonic()
     with _one_thread():
+        started = clock.monotonic()
         ranks = Ranks(_make_run(cell, folder / "run"), cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
         failure = _wait(ranks)
-    seconds = clock.monotonic() - started
-    if failure:
-        return Outcome(cell, seconds, failure=failure)
-    rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
-    if [r["step"] for r in rows] != list(range(1, STEPS + 1)):
-        return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
-    return _judged(cell, seconds, rows)
+        seconds = clock.monotonic() - started
+        if failure:
+            return Outcome(cell, seconds, failure=failure)
+        rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
+        if [r["step"] for r in rows] != list(range(1, STEPS + 1)):
+            return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
+        return _judged(cell, seconds, rows)
 
 
 def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
@@ -130,13 +131,17 @@ def _wait(ranks: Ranks) -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The ranks' CPU threads: these matrices are too small to share."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    """One CPU thread a rank and for the reference: these matrices are too small to share, and threads that wait for
+    each other on busy cores spin."""
+    name, threads = "OMP_NUM_THREADS", torch.get_num_threads()
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         if before is None:
-            del os.environ["OMP_NUM_THREADS"]
+            del os.environ[name]
         else:
-            os.environ["OMP_NUM_THREADS"] = before
+            os.environ[name] = before
