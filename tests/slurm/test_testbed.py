@@ -1,6 +1,6 @@
 """The testbed keeps its word: what the other tests of this folder build on.
 
-That a host which is killed or cut off goes down, and that its job is requeued, is shown with the main job.
+Preemption by the high partition, and that a host which is killed or cut off goes down, is shown with the main job.
 """
 
 from __future__ import annotations
@@ -83,22 +83,6 @@ def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> Non
         "srun", "-w", "node02,node04", "-N2", "-n2", f"--chdir={tmp_path}", "python3", "-c", script
     ).stdout
     assert sorted(out.splitlines()) == ["from 10.77.0.14", "to 10.77.0.12"]
-
-
-def test_a_job_in_low_gets_sigterm_and_is_requeued_for_one_in_high(
-    cluster: Cluster, submit: Submit, tmp_path: Path
-) -> None:
-    """SIGTERM at the start of the grace time, SIGKILL and the requeue at its end, then a second start."""
-    log = tmp_path / "log"
-    step = f"trap 'echo TERM >>{log}' TERM; echo start >>{log}; while true; do sleep 0.2; done"
-    low = submit(f"srun bash -c {step!r}", "-N1", "-w", "node02", "--exclusive", "-p", "low")
-    cluster.wait_for(lambda: log.exists() and "start" in log.read_text(), 60, "the start of the job in low")
-    submit("sleep 1", "-N1", "-w", "node02", "--exclusive", "-p", "high")
-    cluster.wait_for(lambda: "TERM" in log.read_text(), 60, "SIGTERM in the job in low")
-    assert cluster.run("squeue", "-h", "-j", low, "-o", "%T").stdout.strip() == "RUNNING"
-    cluster.wait_for(lambda: cluster.job_states(low)[:1] == ["PREEMPTED"], 90, "the preemption of the job in low")
-    cluster.wait_for(lambda: log.read_text().count("start") == 2, 90, "the second start of the job in low")
-    cluster.wait_for(lambda: cluster.job_states(low) == ["PREEMPTED", "RUNNING"], 30, "both attempts in sacct")
 
 
 @pytest.fixture
