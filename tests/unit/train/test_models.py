@@ -220,7 +220,8 @@ def test_what_is_no_array_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_images_from_a_folder_of_classes(tmp_path: Path) -> None:
-    pillow = pytest.importorskip("PIL.Image")
+    import PIL.Image as pillow
+
     for kind, colour in (("cats", (255, 0, 0)), ("dogs", (0, 0, 255))):
         (tmp_path / kind).mkdir()
         pillow.new("RGB", (20, 10), colour).save(tmp_path / kind / "1.png")
