@@ -5,7 +5,7 @@ both. The trainer is the real one, ``clustertrain.train.loop`` in a run director
 and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from one
 ``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
 
-    python -m benchmarks.step_overhead --pairs 30 --layouts single ddp
+    python -m benchmarks.step_overhead --pairs 300 --layouts single ddp
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def timed(setting: Setting, name: str, pairs: int) -> dict[str, Any]:
         "goal": setting.goal,
         "verdict": _verdict(ratios, setting.goal),
     }
-    peak = next((v for k, v in PEAK.items() if k in _device_name(setting)), None)
+    peak = next((v for k, v in PEAK.items() if k in _device_name(setting).replace("-", " ").split()), None)
     if peak is not None:
         flops = flops_per_step(spec, setting.global_batch) / layout.world_size
         row["mfu"] = {"ours": flops / statistics.median(ours) / peak, "bare": flops / statistics.median(bare) / peak}
@@ -234,7 +234,7 @@ def _device_name(setting: Setting) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead")
-    parser.add_argument("--pairs", type=int, default=40, help="blocks of either side that count")
+    parser.add_argument("--pairs", type=int, default=150, help="blocks of either side that count")
     parser.add_argument("--layouts", nargs="*", metavar="NAME", help="default: all of the device's")
     options = parser.parse_args(argv if argv is not None else [])
     setting = CUDA if torch.cuda.is_available() else CPU
