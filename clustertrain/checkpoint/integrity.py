@@ -1,0 +1,46 @@
+"""Checksums: one for each block of at most 4 MiB of a shard, so that a part of it can be read and verified by itself,
+and one of the shard over those."""
+
+from __future__ import annotations
+
+import xxhash
+
+BLOCK_BYTES = 4 << 20
+_DIGITS = 16  # of one block's checksum in hex
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def block_checksums(data: memoryview) -> str:
+    """The xxh3-64 of each block, in hex, one after another; of no bytes the empty string."""
+    return "".join(
+        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
+    )
+
+
+def over(blocks: str) -> str:
+    """A shard's checksum, from those of its blocks."""
+    return checksum(blocks.encode())
+
+
+def first_bad(data: memoryview, blocks: str, first: int) -> int | None:
+    """Which block of ``data`` is not as it was written; ``data`` begins with block ``first`` of a shard with ``blocks``
+    and ends with a block's end. None: all are as they were."""
+    for i in range(0, len(data), BLOCK_BYTES):
+        n = first + i // BLOCK_BYTES
+        if xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) != blocks[n * _DIGITS : (n + 1) * _DIGITS]:
+            return n
+    return None
+
+
+def aligned(low: int, high: int, size: int) -> tuple[int, int]:
+    """The bytes ``low`` to ``high`` of a shard of ``size`` bytes, widened to whole blocks."""
+    return low - low % BLOCK_BYTES, min(size, -(-high // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+def count(blocks: str) -> int:
+    return len(blocks) // _DIGITS
+
+
