@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import retention
 from clustertrain.checkpoint.blocks import read_shard
 from clustertrain.checkpoint.manifest import Damaged, Manifest, TensorRecord
 from clustertrain.checkpoint.storage import StorageError
@@ -150,20 +149,6 @@ def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> 
     The newest one that is ``good`` always stays, however many newer ones there are: where all of those are damaged it
     is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
     """
-    committed = [p for p in index.folders(root) if index.is_committed(p)]
-    kept = set(committed[-keep:]) if keep > 0 else set()
-    newest_good = next((p for p in reversed(committed) if good(p)), None)
-    doomed = [p for p in committed if p not in kept and p != newest_good]
-    if newest_good is not None:  # what was set aside as damaged has been overtaken by then
-        newest = index.step_of(newest_good) or 0
-        doomed += [p for p in index.set_aside(root) if (index.step_of(p) or 0) <= newest]
-    for folder in doomed:
-        remove(folder)
-    return doomed
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. The marker goes first, so that half a checkpoint never looks like a whole one."""
-    (folder / index.COMMITTED).unlink(missing_ok=True)
-    fsio.fsync_folder(folder)
-    shutil.rmtree(folder)
+    policy = retention.Policy(keep=keep)
+    # Asked for by hand it counts all alike, whatever they were made for.
+    return retention.apply(root, policy, good=good, know=lambda p, _: retention.Known(index.step_of(p) or 0))
