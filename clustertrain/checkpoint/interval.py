@@ -175,7 +175,7 @@ class Interval:
 
     def overdue(self) -> bool:
         """Whether the time is up since the last save."""
-        return self.timed and self._monotonic() - self._since >= self._chosen.seconds
+        return self._monotonic() - self._since >= self._chosen.seconds
 
     def begun(self) -> None:
         """The training goes on after a save, whatever it was made for: the time starts again. Its bytes may still be

@@ -168,6 +168,14 @@ def test_reason_and_metric_are_those_of_the_index(tmp_path: Path, told: dict[int
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 
+def test_a_milestone_is_one_of_the_best_too(tmp_path: Path, told: dict[int, Any]) -> None:
+    for step, value in ((90, 0.7), (100, 0.5), (110, 0.9)):
+        commit(tmp_path, step)
+        told[step] = {"metric": {"name": "loss", "value": value}}
+    policy = Policy(keep=1, keep_every=100, keep_best=1, best="loss")
+    assert [index.step_of(p) for p in retention.choose(tmp_path, policy, good=good)] == [90]
+
+
 def test_an_index_is_read_once_and_that_of_a_milestone_not_at_all(tmp_path: Path, told: dict[int, Any]) -> None:
     reads: list[str] = []
     original = index.read_manifest
