@@ -30,15 +30,16 @@ def unwatched(done: int, total: int) -> None:
     """The progress that nobody looks at."""
 
 
-def list_checkpoints(root: Path, *, verify: bool = False) -> list[dict[str, Any]]:
-    """All checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
+def list_checkpoints(root: Path, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
+    """All checkpoints in ``root``, or the one of ``step``, oldest first, as ``checkpoint list --json`` prints them.
 
     ``verified`` is true when every byte was read (``verify``) and its checksum fits, and false when something is known
     to be damaged: ``damage`` tells what. Otherwise it is null: without ``verify`` only the index and the sizes of the
     files are looked at, of one that was never committed nothing, and where the file system would not read,
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
-    rows = [_describe(folder, verify) for folder in index.folders(root)]
+    folders = [p for p in index.folders(root) if step in (None, index.step_of(p))]
+    rows = [describe(p, verify=verify) for p in folders]
     # A run deletes its old ones whenever it has saved.
     return [r for r in rows if Path(r["path"]).is_dir()]
 
@@ -54,7 +55,8 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def _describe(folder: Path, verify: bool) -> dict[str, Any]:
+def describe(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """The row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
         "step": index.step_of(folder),
         "path": str(folder),
