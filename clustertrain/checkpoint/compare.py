@@ -156,7 +156,8 @@ def _bytes(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> 
         magnitude = max(magnitude, *(float(np.abs(n[finite]).max(initial=0.0)) for n in (p, q)))
         where = differs & finite
         if where.any():
-            largest = max(largest or 0.0, float(np.abs(p[where] - q[where]).max()))
+            with np.errstate(over="ignore"):
+                largest = max(largest or 0.0, float(np.abs(p[where] - q[where]).max()))
     return OtherBytes(
         name=tensor.name,
         kind=tensor.kind,
@@ -170,7 +171,8 @@ def _bytes(tensor: TensorRecord, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> 
 
 def _wide(numbers: NDArray[Any]) -> NDArray[Any]:
     """In double precision, so that the difference of narrower ones neither overflows nor is rounded away."""
-    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
+    with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
+        return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
 
 # -- values

@@ -70,10 +70,9 @@ def is_float(dtype: str) -> bool:
 
 def encode(values: NDArray[Any], dtype: str) -> Raw:
     """Floating numbers (elements,) rounded to the nearest of ``dtype``, one of FLOATS, ties to even, as bytes."""
-    if dtype != "bfloat16":
-        with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a nan that signals becomes a quiet one
+        if dtype != "bfloat16":
             return values.astype(dtype).view(np.uint8).reshape(-1, ITEMSIZE[dtype])
-    with np.errstate(over="ignore"):
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     rounded[np.isnan(values)] = 0x7FC0  # rounding up could make nan an infinity
