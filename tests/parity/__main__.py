@@ -1,4 +1,5 @@
-"""``python -m tests.parity``: the whole parity table; ``--only 'tp*'`` the cells whose id fits the pattern.
+"""``python -m tests.parity``: the whole parity table; ``--only 'tp*'`` the cells whose id fits the pattern; ``--floor``
+how far the reference is from itself.
 
 The whole table is written to ``benchmarks/results/parity.json``. Exit status: 0 all cells within their limits, 1 one is
 not, 2 no cell fits the pattern.
@@ -19,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure as benchmark
-from tests.parity.cells import LAYOUTS, PRECISIONS, Cell, covering, table
-from tests.parity.measure import Outcome, run
+from tests.parity import reference
+from tests.parity.cells import LAYOUTS, OPTIMIZERS, PRECISIONS, Cell, covering, table
+from tests.parity.measure import Outcome, one_thread, run
 
 WIDTH = 80
 
@@ -63,6 +65,23 @@ def _worst(outcomes: Sequence[Outcome]) -> str:
     return f"{words} {failed} failed".strip() if failed else words
 
 
+def floors() -> Table:
+    """Policy by setting of the optimizer. fp16: the largest over the sets of steps left out."""
+    found = Table(title="The reference from itself: loss, norm", width=WIDTH, padding=(0, 1))
+    found.add_column("policy")
+    for setting in OPTIMIZERS:
+        found.add_column(setting)
+    with one_thread():
+        for policy in ("fp32", "bf16-autocast", "bf16-cast", "fp16-autocast", "fp16-cast"):
+            skips = reference.SKIPS if policy.startswith("fp16") else reference.SKIPS[:1]
+            cells = []
+            for setting in OPTIMIZERS:
+                of_setting = [reference.floor(policy, setting, skipped) for skipped in skips]
+                cells.append("  ".join(number(max(side)) for side in zip(*of_setting, strict=True)))
+            found.add_row(policy, *cells)
+    return found
+
+
 def as_json(o: Outcome) -> dict[str, Any]:
     return {
         **asdict(o.cell),
@@ -94,7 +113,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="GLOB", help="layout/precision/micro-batches/ckpt/optimizer")
     parser.add_argument("--covering", action="store_true", help="the subset that the tests run")
+    parser.add_argument("--floor", action="store_true", help="no ranks: the least that can be asked of a layout")
     args = parser.parse_args()
+    if args.floor:
+        Console(width=WIDTH).print(floors())
+        return 0
     every = covering() if args.covering else table()
     cells = [c for c in every if fnmatch.fnmatch(c.id, args.only)]
     if not cells:

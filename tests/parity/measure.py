@@ -53,7 +53,7 @@ class Outcome:
 
 def run(cell: Cell, folder: Path) -> Outcome:
     """``folder`` must not exist yet; the run directory and the ranks' logs are left in it."""
-    with _one_thread():
+    with one_thread():
         started = clock.monotonic()
         ranks = Ranks(_make_run(cell, folder / "run"), cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
         failure = _wait(ranks)
@@ -70,7 +70,7 @@ def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
     skipped = frozenset(r["step"] for r in rows if r["skipped"])
     taken = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
     try:
-        wanted = reference.losses_and_norms(cell.policy, cell.optimizer, skipped, cell.micro_batch)
+        wanted = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)
     except reference.NeedlessSkip as e:
         return Outcome(cell, seconds, skipped=len(skipped), failure=str(e))
     loss, norm = reference.apart(taken, wanted)
@@ -79,7 +79,7 @@ def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
         failure = f"skipped steps {sorted(skipped)} without a loss scale"
     # bf16's limits are wide enough for fp32 to be within them: that it was bf16 must be seen elsewhere.
     if cell.precision != "fp32":
-        from_fp32 = reference.apart(taken, reference.losses_and_norms("fp32", cell.optimizer, skipped))
+        from_fp32 = reference.apart(taken, reference.losses_and_norms("fp32", cell.setting, skipped))
         if from_fp32[1] <= LIMITS["fp32"].norm:
             failure = f"computed in fp32: the norm is within {from_fp32[1]:.1e} of fp32's"
     return Outcome(cell, seconds, loss, norm, len(skipped), failure)
@@ -100,7 +100,7 @@ def _make_run(cell: Cell, path: Path) -> RunDir:
         "model": MODEL,
         "data": DATA,
         "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH, "log_every": STEPS},
-        "optim": OPTIMIZERS[cell.optimizer],
+        "optim": OPTIMIZERS[cell.setting],
         "parallel": parallel,
     }
     run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
@@ -123,6 +123,9 @@ def _wait(ranks: Ranks) -> str:
         return str(e).splitlines()[0]
     if not any(codes):
         return ""
+    killed = [f"rank {rank} by signal {-code}" for rank, code in enumerate(codes) if code < 0]
+    if killed:
+        return f"killed: {', '.join(killed)}"
     errors = [r["error"] for r in ranks.results() if r.get("error")]
     # The peers of the rank that failed first only report that it has gone.
     errors.sort(key=lambda e: "peer" in e["message"] or e["type"] == "DistBackendError")
@@ -130,7 +133,7 @@ def _wait(ranks: Ranks) -> str:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One CPU thread a rank and for the reference: these matrices are too small to share, and threads that wait for
     each other on busy cores spin."""
     name, threads = "OMP_NUM_THREADS", torch.get_num_threads()

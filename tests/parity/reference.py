@@ -20,7 +20,9 @@ been worth skipping: plain fp16 overflows there as well, micro-batch by micro-ba
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -42,42 +44,57 @@ class NeedlessSkip(Exception):
     """The product threw a step away in which plain fp16 does not overflow."""
 
 
+@dataclass(frozen=True)
+class Summation:
+    """What changes rounding and nothing else: the order of a batch's samples (``shuffle`` is its seed, 0 leaves them as
+    they are drawn), and into how many parts the batch is cut whose losses and gradients are added up."""
+
+    shuffle: int = 0
+    parts: int = 1
+
+
+SUMMATIONS = (Summation(shuffle=1), Summation(shuffle=2), Summation(shuffle=3, parts=4), Summation(parts=GLOBAL_BATCH))
+# Steps to leave out when fp16's floor is measured: those that layouts were seen to skip, and some that they were not.
+SKIPS = tuple(map(frozenset, ((), (1,), (1, 2), (1, 2, 3), (1, 10), (1, 2, 5, 9), (1, 2, 14, 15))))
+
+
 @cache
 def losses_and_norms(
     policy: str,
-    optimizer: str,
+    setting: str,
     skipped: frozenset[int] = frozenset(),
-    micro_batch: int = GLOBAL_BATCH,
-    *,
-    backwards: bool = False,
+    micro_batch: int | None = None,
+    summation: Summation = Summation(),
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of the steps not in ``skipped``, which counts from 1.
 
     Args:
-        micro_batch: the product's, in samples. Only whether a skipped step overflows depends on it.
-        backwards: with the samples of each batch in reverse, which changes rounding and nothing else.
+        setting: of the optimizer, a key of ``OPTIMIZERS``.
+        micro_batch: the product's, in samples, at which a skipped step must overflow. None: any step may be skipped.
 
     Raises:
         NeedlessSkip: see the class.
     """
     model = _model()
-    spec = OptimSpec(**OPTIMIZERS[optimizer])
-    update = _optimizer(model, optimizer, spec)
+    spec = OptimSpec(**OPTIMIZERS[setting])
+    update = _optimizer(model, setting, spec)
     data = ByteText(DataSpec(**DATA))
     found: list[tuple[float, float]] = []
     for step in range(STEPS):
         places = order.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
-        if backwards:
-            places.reverse()
+        if summation.shuffle:
+            random.Random(f"{summation.shuffle} {step}").shuffle(places)
         inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))
         if step + 1 in skipped:
+            if micro_batch is None:
+                continue
             # Every skip before this one has halved the product's scale. Twice that scale, for what is at the edge.
             scale = 2 * FIRST_SCALE / 2 ** (step - len(found))
             parts = zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
             if policy.startswith("fp16") and all(_finite(_gradients(model, policy, *p, scale)[1]) for p in parts):
                 raise NeedlessSkip(f"step {step + 1} was skipped, and plain fp16 does not overflow in it")
             continue
-        loss = _backward(model, policy, inputs, targets)
+        loss = _summed(model, policy, inputs, targets, summation.parts)
         norm = nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm or math.inf)
         update.step()
         found.append((loss, norm.item()))
@@ -100,6 +117,18 @@ def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimi
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or n.startswith("embed")]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+
+
+def _summed(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> float:
+    """Leave the gradient of the mean loss in the parameters, computed in equal ``parts``, and return that loss."""
+    loss, total = 0.0, [torch.zeros_like(p) for p in model.parameters()]
+    for part in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+        loss += _backward(model, policy, *part) / parts
+        for t, p in zip(total, model.parameters(), strict=True):
+            t.add_(p.grad, alpha=1 / parts)
+    for t, p in zip(total, model.parameters(), strict=True):
+        p.grad = t
+    return loss
 
 
 def _backward(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -154,6 +183,9 @@ def apart(got: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, floa
     return worst[0], worst[1]
 
 
-def floor(policy: str, optimizer: str) -> tuple[float, float]:
-    """How far the reference is from itself when only the order of summation changes: the least to ask of a layout."""
-    return apart(losses_and_norms(policy, optimizer, backwards=True), losses_and_norms(policy, optimizer))
+def floor(policy: str, setting: str, skipped: frozenset[int] = frozenset()) -> tuple[float, float]:
+    """How far the reference is from itself where only the order of summation changes: the least to ask of a layout."""
+    wanted = losses_and_norms(policy, setting, skipped)
+    others = [losses_and_norms(policy, setting, skipped, summation=s) for s in SUMMATIONS]
+    found = [apart(o, wanted) for o in others]
+    return max(loss for loss, _ in found), max(norm for _, norm in found)
