@@ -83,7 +83,7 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
-        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop)
+        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop, {"settle": self._in_trouble})
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
         self.device = context.device
@@ -126,26 +126,33 @@ class Session:
                 self._metrics.close()
                 if self._result.ending != "stopped":
                     self._agreement.drain()
+                    self._keeping.settle()  # of a loop that was left before its last step
                     self._barrier()
                     # A loop of the script's own that left because of poll() has not done all its steps.
                     stopped = self._agreement.agreed and not self._finished
                     self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
             elif error is not None and self._is_of_the_stop(error):
+                self._keeping.close()
                 self._result.stopped()
                 raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
             elif error is not None:
+                self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:
             # Without taking the groups down after a failure: that may wait for peers which are gone.
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
+            self._keeping.close()
             if self._events is not None:
                 self._events.close()
             self._flag.uninstall()
 
     def _told_to_stop(self) -> bool:
         return bool(self._flag) or self._agreement.agreed
+
+    def _in_trouble(self) -> bool:
+        return self._keeping.in_trouble()
 
     def _is_of_the_stop(self, error: BaseException) -> bool:
         """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
@@ -340,10 +347,13 @@ class Session:
             late = stop and self._agreement.any(self._keeping.too_late(self._flag.deadline()))
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
+            elif self._agreement.taken("settle"):
+                self._keeping.settle()  # raises, on all ranks at this step
             if self._keeping.kept and self.step > first and not late and (stop or due or self.step == total):
                 self._metrics.drain(wait=True)
-                self._keeping.save(self.step, state, final=stop or self.step == total)
+                self._keeping.save(self.step, state, "stop" if stop else "end" if self.step == total else "interval")
             if stop:
+                self._keeping.settle()  # where it is too late for another save, for the one that is under way
                 self._leave(resumable=self._keeping.kept)
             if self.step >= total:
                 self._finished = True

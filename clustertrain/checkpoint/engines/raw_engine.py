@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from clustertrain.checkpoint import points
 from clustertrain.checkpoint.manifest import TensorRecord
 from clustertrain.checkpoint.segments import Place, Segment
 
@@ -18,10 +19,11 @@ class RawEngine:
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         name = f"rank-{rank}.bin"
-        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
         try:
             places, offset = [], 0
             for segment in segments:
+                points.reached("while writing", rank)
                 _write(fd, memory[segment.at : segment.at + segment.nbytes])
                 places.append(Place(file=name, offset=offset))
                 offset += segment.nbytes

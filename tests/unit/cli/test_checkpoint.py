@@ -19,7 +19,9 @@ from clustertrain.cli.checkpoint import checkpoint
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    manager = CheckpointManager(tmp_path / "kept", Ranks(), attempt="1", layout={"strategy": "single"})
+    manager = CheckpointManager(
+        tmp_path / "kept", Ranks(), attempt="1", layout={"strategy": "single"}, background=False
+    )
     for step in (3, 6):
         manager.save(step, {"weights": torch.arange(100)})
     return tmp_path / "kept"
