@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import retention
 from clustertrain.checkpoint.blocks import read_shard
-from clustertrain.checkpoint.manifest import Damaged, Manifest, TensorRecord
+from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, TensorRecord
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, NotFound
 
+# Told how many bytes are done, and of how many.
+Progress = Callable[[int, int], None]
+KINDS: tuple[Kind, ...] = ("model", "optimizer")  # what a digest is of
 
-def list_checkpoints(root: Path, *, verify: bool = False) -> list[dict[str, Any]]:
-    """All checkpoints in ``root``, oldest first, as ``checkpoint list --json`` prints them.
+
+def unwatched(done: int, total: int) -> None:
+    """The progress that nobody looks at."""
+
+
+def list_checkpoints(root: Path, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
+    """All checkpoints in ``root``, or the one of ``step``, oldest first, as ``checkpoint list --json`` prints them.
 
     ``verified`` is true when every byte was read (``verify``) and its checksum fits, and false when something is known
     to be damaged: ``damage`` tells what. Otherwise it is null: without ``verify`` only the index and the sizes of the
     files are looked at, of one that was never committed nothing, and where the file system would not read,
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
-    return [_describe(folder, verify) for folder in index.folders(root)]
+    folders = [p for p in index.folders(root) if step in (None, index.step_of(p))]
+    rows = [describe(p, verify=verify) for p in folders]
+    # A run deletes its old ones whenever it has saved.
+    return [r for r in rows if Path(r["path"]).is_dir()]
 
 
-def _describe(folder: Path, verify: bool) -> dict[str, Any]:
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            try:
+                size += (Path(inside) / name).stat().st_size
+            except FileNotFoundError:  # being deleted
+                continue
+    return size
+
+
+def describe(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """The row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
         "step": index.step_of(folder),
         "path": str(folder),
-        "bytes": sum(p.stat().st_size for p in folder.iterdir() if p.is_file()),
+        "bytes": _bytes_in(folder),
         "committed": index.is_committed(folder),
         "verified": None,
         "engine": None,
@@ -75,7 +101,37 @@ def _verify_data(folder: Path, manifest: Manifest) -> None:
             read_shard(folder, shard)
 
 
-def digest(folder: Path) -> str:
+def damages(folder: Path, progress: Progress = unwatched) -> list[str]:
+    """What :func:`verify` would raise, of every file that is damaged: one message a file, which names it.
+
+    Raises:
+        StorageError: a file cannot be read, now at least.
+        CheckpointError: written by a newer format.
+    """
+    try:
+        manifest = index.read_manifest(folder)
+    except Damaged as e:
+        return [e.message]
+    shards = [s for t in manifest.tensors for s in t.shards]
+    total, done = sum(s.nbytes for s in shards), 0
+    found: dict[str, str] = {}
+    for name, size in manifest.files.items():
+        try:
+            index.check_sizes(folder, msgspec.structs.replace(manifest, files={name: size}))
+        except Damaged as e:
+            found[name] = e.message
+    for shard in shards:
+        try:
+            if shard.file not in found:
+                read_shard(folder, shard)
+        except Damaged as e:
+            found[shard.file] = e.message
+        done += shard.nbytes
+        progress(done, total)
+    return list(found.values())
+
+
+def digest(folder: Path, kinds: Collection[Kind] = KINDS, progress: Progress = unwatched) -> str:
     """One hash of the model's and the optimizer's logical tensors: name, dtype, shape and bytes in C order.
 
     It does not depend on the layout or the number of ranks that saved them. Holds one tensor at a time.
@@ -86,23 +142,38 @@ def digest(folder: Path) -> str:
     manifest = index.read_manifest(folder)
     index.check_sizes(folder, manifest)
     state = xxhash.xxh3_128()
-    for tensor in sorted(manifest.tensors, key=lambda t: t.name):
-        if tensor.kind != "other":
-            state.update(json.dumps([tensor.name, tensor.dtype, list(tensor.shape)]).encode())
-            state.update(_assemble(folder, tensor).reshape(-1).data)
+    tensors = sorted((t for t in manifest.tensors if t.kind in kinds), key=lambda t: t.name)
+    total, done = sum(size_of(t) for t in tensors), 0
+    for tensor in tensors:
+        state.update(json.dumps([tensor.name, tensor.dtype, list(tensor.shape)]).encode())
+        state.update(assemble(folder, tensor).reshape(-1).data)
+        done += size_of(tensor)
+        progress(done, total)
     return state.hexdigest()
 
 
-def _assemble(folder: Path, tensor: TensorRecord) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here."""
+def size_of(tensor: TensorRecord) -> int:
+    """Of the whole tensor, in bytes."""
+    return math.prod(tensor.shape) * tensor.itemsize
+
+
+def assemble(folder: Path, tensor: TensorRecord) -> NDArray[np.uint8]:
+    """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here.
+
+    Raises:
+        Damaged, StorageError: as :func:`clustertrain.checkpoint.blocks.read_shard`.
+    """
+    covered = sum(s.nbytes for s in tensor.shards)
+    if covered != size_of(tensor):
+        raise Damaged(f"{folder}: the shards of {tensor.name} hold {covered} bytes of {size_of(tensor)}")
+    if len(tensor.shards) == 1:
+        return np.frombuffer(read_shard(folder, tensor.shards[0]), dtype=np.uint8).reshape(
+            *tensor.shape, tensor.itemsize
+        )
     whole = np.empty((*tensor.shape, tensor.itemsize), dtype=np.uint8)
-    covered = 0
     for shard in tensor.shards:
         block = np.frombuffer(read_shard(folder, shard), dtype=np.uint8).reshape(*shard.shape, tensor.itemsize)
         whole[tuple(slice(s, s + n) for s, n in zip(shard.start, shard.shape, strict=True))] = block
-        covered += shard.nbytes
-    if covered != whole.nbytes:
-        raise Damaged(f"{folder}: the shards of {tensor.name} hold {covered} bytes of {whole.nbytes}")
     return whole
 
 
@@ -144,26 +215,20 @@ def verifies(folder: Path) -> bool:
     return True
 
 
+def prunable(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:
+    """What :func:`prune` would delete, in its order."""
+    # Asked for by hand it counts all alike, whatever they were made for.
+    policy = retention.Policy(keep=keep)
+    return retention.choose(root, policy, good=good, know=lambda p, _: retention.Known(index.step_of(p) or 0))
+
+
 def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:
     """Delete all but the newest ``keep`` committed checkpoints; returns what was deleted.
 
     The newest one that is ``good`` always stays, however many newer ones there are: where all of those are damaged it
     is what the run will go back to. Folders that were never committed are left alone, a save may be under way.
     """
-    committed = [p for p in index.folders(root) if index.is_committed(p)]
-    kept = set(committed[-keep:]) if keep > 0 else set()
-    newest_good = next((p for p in reversed(committed) if good(p)), None)
-    doomed = [p for p in committed if p not in kept and p != newest_good]
-    if newest_good is not None:  # what was set aside as damaged has been overtaken by then
-        newest = index.step_of(newest_good) or 0
-        doomed += [p for p in index.set_aside(root) if (index.step_of(p) or 0) <= newest]
+    doomed = prunable(root, keep, good=good)
     for folder in doomed:
-        remove(folder)
+        retention.remove(folder)
     return doomed
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. The marker goes first, so that half a checkpoint never looks like a whole one."""
-    (folder / index.COMMITTED).unlink(missing_ok=True)
-    fsio.fsync_folder(folder)
-    shutil.rmtree(folder)

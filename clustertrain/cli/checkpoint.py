@@ -1,38 +1,103 @@
-"""``clustertrain checkpoint``: look at a run's checkpoints, offline; needs no GPU, no process group and no torch."""
+"""``clustertrain checkpoint``: look at a run's checkpoints, offline; needs no GPU and no process group, and torch only
+for a file in torch's own format."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.dtypes import FLOATS
 from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
-from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound
+from clustertrain.cli.progress import Bar
+from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound, UsageError
 
-step_option = click.option("--step", type=click.IntRange(min=0), help="One step; default: see above.")
+if TYPE_CHECKING:
+    from clustertrain.run.folder import RunDir
+    from clustertrain.spec.recipe import Recipe
+
+step_option = click.option("--step", type=click.IntRange(min=0), help="Which one.  [default: see above]")
 
 
-def _locate(name: str) -> tuple[str, Path, int | None]:
-    """RUN as what to call it, the folder of its checkpoints, and the step where RUN is the path of one checkpoint."""
+@dataclass(frozen=True)
+class Place:
+    """What RUN stands for: the folder ``root`` with checkpoints, or in it the one in ``folder`` or of ``step``. ``run``
+    is None for checkpoints outside of a run's folder."""
+
+    label: str
+    root: Path
+    run: RunDir | None
+    folder: Path | None = None
+    step: int | None = None
+
+    @property
+    def is_one(self) -> bool:
+        return self.folder is not None or self.step is not None
+
+    def chosen(self, step: int | None) -> Path:
+        """The committed checkpoint of ``step``; None: the one that is named, else the newest.
+
+        Raises:
+            NotFound: there is none.
+            UsageError: another one is named.
+        """
+        named = self.step if self.folder is None else index.step_of(self.folder)
+        if None not in (step, named) and step != named:
+            raise UsageError(
+                f"--step {step}: RUN is the checkpoint of step {named} already", fix="leave one of them out"
+            )
+        if self.folder is None:
+            return offline.find(self.root, named if step is None else step)
+        if not index.is_committed(self.folder):
+            raise NotFound(
+                f"{self.folder}: was never committed", fix="`clustertrain checkpoint list` shows those that were"
+            )
+        return self.folder
+
+
+def locate(name: str) -> Place:
+    """RUN, RUN@STEP, or a path.
+
+    Raises:
+        NotFound, Ambiguous: as :func:`find_run`; there is no such folder.
+    """
+    before, at, step = name.rpartition("@")
+    if at and step.isdigit() and not Path(name).exists():
+        place = locate(before)
+        if place.is_one:
+            raise UsageError(f"{name}: {before} is one checkpoint already", fix=f"leave out @{step}")
+        return Place(place.label, place.root, place.run, step=int(step))
     if "/" not in name:
         run = find_run(name)
-        return run.id, run.checkpoints, None
+        return Place(run.id, run.checkpoints, run)
     path = Path(name).expanduser().absolute()
     if (path / "spec.toml").is_file():
-        return path.name, path / "checkpoints", None
+        return Place(path.name, path / "checkpoints", _run_at(path))
     if not path.is_dir():
         raise NotFound(f"{path}: no such folder")
-    step = index.step_of(path)
-    return (str(path), path, None) if step is None else (str(path.parent), path.parent, step)
+    if index.step_of(path) is None:
+        return Place(str(path), path, _run_at(path.parent))
+    return Place(str(path.parent), path.parent, _run_at(path.parent.parent), folder=path)
+
+
+def _run_at(path: Path) -> RunDir | None:
+    from clustertrain.run.folder import open_run
+
+    return open_run(path) if (path / "spec.toml").is_file() else None
 
 
 @click.group()
 def checkpoint() -> None:
-    """List, verify, digest and prune a run's checkpoints. RUN may also be the path of a folder with checkpoints."""
+    """Look at a run's checkpoints, compare, export and prune them.
+
+    RUN is a run id or a unique prefix of one, a job id, or `latest`; or a path (with a / in it) of a run, of a folder
+    with checkpoints, or of one checkpoint. RUN@STEP is the checkpoint of one step.
+    """
 
 
 @checkpoint.command("list")
@@ -41,95 +106,209 @@ def checkpoint() -> None:
 @json_option
 def list_(name: str, verify: bool, as_json: bool) -> None:
     """All checkpoints of RUN, oldest first."""
-    _, root, step = _locate(name)
-    rows = [r for r in offline.list_checkpoints(root, verify=verify) if step in (None, r["step"])]
+    place = locate(name)
+    if place.folder is not None:
+        rows = [offline.describe(place.folder, verify=verify)]
+    else:
+        rows = offline.list_checkpoints(place.root, verify=verify, step=place.step)
     if as_json:
         print_json(rows)
         return
     if not rows:
-        click.echo(f"no checkpoints in {root}", err=True)
+        click.echo(f"no checkpoints in {place.root}", err=True)
         return
-    click.echo(f"{'STEP':>8}  {'SIZE':>10}  {'RANKS':>5}  {'LAYOUT':8}  STATE")
-    for row in rows:
-        click.echo(
-            f"{row['step']:>8}  {_size(row['bytes']):>10}  {row['world_size'] or '-':>5}  "
-            f"{(row['layout'] or {}).get('strategy', '-'):8}  {_state(row)}"
-        )
+    from clustertrain.report.checkpoint import listing, reasons
+    from clustertrain.report.terminal import emit, make_console
+
+    emit(make_console(), listing(rows))
+    for reason in reasons(rows):
+        click.echo(reason)
 
 
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
-
-
-def _state(row: dict[str, Any]) -> str:
-    if not row["committed"]:
-        return "not committed"
-    if "unreadable" in row:
-        return f"UNREADABLE: {row['unreadable']}"
-    if row["verified"] is None:
-        return "committed"
-    return "verified" if row["verified"] else f"DAMAGED: {row['damage']}"
-
-
-@checkpoint.command()
+@checkpoint.command(short_help="Read every byte and compare the checksums.")
 @run_argument
 @step_option
 @json_option
 def verify(name: str, step: int | None, as_json: bool) -> int:
     """Read every byte and compare the checksums; of all committed checkpoints, or of one STEP. Exit 1 on damage."""
-    label, root, only = _locate(name)
-    wanted = only if step is None else step
-    newest = offline.find(root, wanted)
-    folders = [newest] if wanted is not None else [p for p in index.folders(root) if index.is_committed(p)]
+    place = locate(name)
+    newest = place.chosen(step)
+    one = step is not None or place.is_one
     rows = []
-    for folder in folders:
-        damage = None
+    for folder in [newest] if one else [p for p in index.folders(place.root) if index.is_committed(p)]:
+        row: dict[str, Any] = {"step": index.step_of(folder), "path": str(folder), "verified": None, "damage": None}
+        reasons: list[str] = []
         try:
-            offline.verify(folder)
-        except StorageError:
-            raise  # not known to be damaged
-        except CheckpointError as e:
-            damage = e.message
-        rows.append({"step": index.step_of(folder), "path": str(folder), "verified": damage is None, "damage": damage})
+            with Bar(f"step {row['step']}") as bar:
+                reasons = offline.damages(folder, bar)
+            row.update(verified=not reasons, damage="; ".join(reasons) or None)
+        except CheckpointError as e:  # not known to be damaged
+            row["unreadable"] = e.message
+            reasons = [str(e)]
+        rows.append(row)
         if not as_json:
-            click.echo(f"step {rows[-1]['step']}: {'ok' if damage is None else 'DAMAGED'}")
-        if damage is not None:
-            click.echo(f"clustertrain: {damage}", err=True)
+            word = "UNREADABLE" if row["verified"] is None else "ok" if row["verified"] else "DAMAGED"
+            click.echo(f"step {row['step']}: {word}")
+        for reason in reasons:
+            click.echo(f"clustertrain: {reason}", err=True)
     if as_json:
-        print_json({"run": label, "checkpoints": rows})
+        print_json({"run": place.label, "checkpoints": rows})
     return EXIT_DONE if all(r["verified"] for r in rows) else EXIT_FAILED
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="One hash of the tensors, whatever layout saved them.")
 @run_argument
 @step_option
+@click.option(
+    "--of", "kind", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Of what."
+)
 @json_option
-def digest(name: str, step: int | None, as_json: bool) -> None:
+def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
     """One hash of the model's and the optimizer's tensors, whatever layout saved them; of the newest committed
-    checkpoint, or of one STEP."""
-    label, root, only = _locate(name)
-    folder = offline.find(root, only if step is None else step)
-    value = offline.digest(folder)
+    checkpoint, or of one STEP. Random states and other values are left out."""
+    place = locate(name)
+    folder = place.chosen(step)
+    kinds = [k for k in offline.KINDS if kind in (k, "all")]
+    with Bar("digest") as bar:
+        value = offline.digest(folder, kinds, bar)
     if as_json:
-        print_json({"run": label, "step": index.step_of(folder), "digest": value})
+        print_json({"run": place.label, "step": index.step_of(folder), "of": kind, "digest": value})
     else:
         click.echo(value)
+
+
+@checkpoint.command(short_help="What differs between two checkpoints.")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--all", "whole", is_flag=True, help="Each difference, not only the largest.")
+@json_option
+def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
+    """What differs between two checkpoints: tensors with the largest difference, and values. Exit 1 if anything does.
+
+    A and B are RUN@STEP, RUN (its newest committed checkpoint), or paths. Layout, number of ranks and engine are told,
+    and make no difference; neither do random states where other numbers of ranks saved the two.
+    """
+    from clustertrain.checkpoint.compare import compare
+
+    places = locate(a), locate(b)
+    folders = places[0].chosen(None), places[1].chosen(None)
+    with Bar("compared") as bar:
+        found = compare(folders[0], folders[1], bar)
+    if as_json:
+        import msgspec
+
+        sides = [
+            {"run": p.label, "step": index.step_of(f), "path": str(f)} for p, f in zip(places, folders, strict=True)
+        ]
+        print_json({"a": sides[0], "b": sides[1], **msgspec.structs.asdict(found)})
+    else:
+        from clustertrain.report.checkpoint import differences
+        from clustertrain.report.terminal import emit, make_console
+
+        click.echo(f"A  {folders[0]}\nB  {folders[1]}\n")
+        emit(make_console(), differences(found, whole=whole))
+    return EXIT_DONE if found.equal else EXIT_FAILED
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """``5GB``, ``500MB``, ``2GiB`` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(I?)B?", value.upper())
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{value!r} is no size: write 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+
+
+@checkpoint.command(short_help="The model as safetensors or as one file of torch's.")
+@run_argument
+@step_option
+@click.option("--format", "form", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder for safetensors; torch: the file.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(FLOATS),
+    help="Convert floating tensors.  [default: as they are]",
+)
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=_bytes,
+    default="5GB",
+    show_default=True,
+    help="Of a safetensors file: 5GB, 2GiB, …",
+)
+@click.option(
+    "--names",
+    type=click.Choice(["huggingface", "own"]),
+    help="What the tensors are called.  [default: huggingface in safetensors of a built-in decoder, else own]",
+)
+@click.option("--force", is_flag=True, help="Replace an earlier export.")
+@json_option
+def export(
+    name: str,
+    step: int | None,
+    form: Any,
+    output: Path,
+    dtype: str | None,
+    max_shard_size: int,
+    names: Any,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """The model of RUN for other programs; of the newest committed checkpoint, or of one STEP.
+
+    `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
+    `torch` is a file with a state_dict that torch.load(weights_only=True) reads. The optimizer is left out.
+    """
+    from clustertrain.checkpoint.export import Request
+    from clustertrain.checkpoint.export import export as write
+
+    place = locate(name)
+    folder = place.chosen(step)
+    own = names == "own" or (form == "torch" and names is None)
+    recipe = None if own else _recipe(place.run)
+    request = Request(folder, output, form, dtype, max_shard_size, names, recipe, force)
+    with Bar("exported") as bar:
+        done = write(request, bar)
+    if as_json:
+        print_json({"run": place.label, **asdict(done), "path": str(done.path)})
+        return
+    from clustertrain.report.checkpoint import size
+
+    click.echo(f"step {done.step}: {done.tensors} tensors, {size(done.bytes)}, {done.names} names, in {done.path}")
+    for file in done.files:
+        click.echo(f"  {file}")
+
+
+def _recipe(run: RunDir | None) -> Recipe | None:
+    """What the built-in trainer was asked for; None where a script of the user's made the model."""
+    if run is None:
+        return None
+    from clustertrain.run.spec import load_spec
+
+    spec = load_spec(run)
+    return None if spec.script is not None else spec.recipe
 
 
 @checkpoint.command()
 @named_run_argument
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
 @json_option
-def prune(name: str, keep: int, as_json: bool) -> None:
+def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
     """Delete all but the newest checkpoints. The newest one that verifies always stays."""
-    label, root, _ = _locate(name)
-    gone = offline.prune(root, keep)
+    place = locate(name)
+    if place.is_one:
+        raise UsageError(f"{name}: is one checkpoint", fix="name a run, or a folder with checkpoints")
+    gone = [str(p) for p in (offline.prunable if dry_run else offline.prune)(place.root, keep)]
     if as_json:
-        print_json({"run": label, "deleted": [str(p) for p in gone]})
+        would = {"would_delete": gone} if dry_run else {}
+        print_json({"run": place.label, "deleted": [] if dry_run else gone, **would})
         return
     for folder in gone:
-        click.echo(f"deleted {folder}")
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {folder}")

@@ -21,6 +21,11 @@ ModelKind = Literal["decoder", "convnet", "two-tower"]
 DataKind = Literal["auto", "text", "pairs", "images"]
 LEARNS_FROM: Mapping[ModelKind, DataKind] = {"decoder": "text", "convnet": "images", "two-tower": "pairs"}
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
+CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
+
+AUTO = "auto"
+_UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*"
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -171,12 +176,51 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    every: int = 100  # steps
+    """The ``[checkpoint]`` table. What was saved because the run was told to stop counts apart: it pushes out nothing,
+    and goes when the next one is there."""
+
+    every: int | str = (
+        100  # steps; or a time, "10min"; or "auto": from the cost of a save and the time between failures
+    )
     keep: int = 3  # newest ones
+    keep_every: int = 0  # those of its multiples, in steps, are made and stay for ever; 0: none
+    keep_best: int = 0  # the best ones by the scalar ``best``, besides the newest
+    best: str = ""  # name of a logged scalar; the value that counts is the last one before the save
+    best_mode: Literal["min", "max"] = "min"
+    engine: CheckpointEngine = "raw"  # what writes the bytes; reading is the same for all
+    background: bool = True  # training goes on while the bytes are written
 
     def __post_init__(self) -> None:
-        positive("every", self.every)
+        check_every("every", self.every)
         positive("keep", self.keep)
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (none) or more")
+        if self.keep_best and not self.best:
+            raise ValueError(f'keep_best = {self.keep_best}: name the scalar that decides, best = "loss"')
+        if not self.keep_best and (self.best or self.best_mode != "min"):
+            word = f"best = {self.best!r}" if self.best else f"best_mode = {self.best_mode!r}"
+            raise ValueError(f"{word} has no effect without keep_best: set keep_best = 1 or more, or leave it out")
+
+
+def check_every(name: str, every: int | str) -> None:
+    """Raises ValueError where ``every`` is no number of steps, no time and not ``"auto"``."""
+    if isinstance(every, int):
+        positive(name, every)
+    elif every != AUTO and seconds_of(name, every) <= 0:
+        raise ValueError(f"{name} = {every!r}: must be greater than 0")
+
+
+def seconds_of(name: str, text: str) -> float:
+    """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds.
+
+    Raises:
+        ValueError: it is none of these; names ``name``.
+    """
+    parts = re.findall(_DURATION, text)
+    if not parts or not re.fullmatch(rf"(?:{_DURATION})+", text):
+        raise ValueError(f'{name} = {text!r}: must be a number of steps, a time ("30s", "10min", "2h") or "auto"')
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
 
 
 class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,55 +1,422 @@
-"""``clustertrain checkpoint`` on a folder with checkpoints."""
+"""``clustertrain checkpoint``, as it is called."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from rich.console import Console
 
-from clustertrain.checkpoint import blocks
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.cli.checkpoint import checkpoint
+from clustertrain import clock
+from clustertrain.checkpoint import blocks, offline
+from clustertrain.checkpoint import manifest as index
+from clustertrain.cli import progress
+from clustertrain.cli.main import main
+from clustertrain.report import terminal
+from tests.unit.checkpoint.saved import decoder, make_run, recipe_of
+
+STEPS = (3, 6)
+SIZES: dict[str, Any] = {"layers": 1}
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Command(Protocol):
+    def __call__(self, *words: object) -> Said: ...
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    manager = CheckpointManager(
-        tmp_path / "kept", Ranks(), attempt="1", layout={"strategy": "single"}, background=False
-    )
-    for step in (3, 6):
-        manager.save(step, {"weights": torch.arange(100)})
-    return tmp_path / "kept"
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*words: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", "checkpoint", *map(str, words)])
+        code = main()
+        return Said(code, *capsys.readouterr())
+
+    return call
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(checkpoint, list(words), catch_exceptions=False)
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("home") / "net-abcdef", decoder(recipe_of(**SIZES)), STEPS, **SIZES)
 
 
-def rows(*words: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(call(*words, "--json").stdout)
-    return found
+@pytest.fixture
+def run(saved_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run net-abcdef with the checkpoints of STEPS."""
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return Path(shutil.copytree(saved_run, tmp_path / "home" / "runs" / saved_run.name))
 
 
-def test_list_reads_no_data_unless_asked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder_of(run: Path, step: int) -> Path:
+    return index.step_folder(run / "checkpoints", step)
+
+
+def flip(run: Path, step: int, file: str = "rank-0.bin") -> Path:
+    """Change one byte of a file; of the shards it is one of the model's."""
+    path = folder_of(run, step) / file
+    data = bytearray(path.read_bytes())
+    tensors = index.read_manifest(folder_of(run, step)).tensors
+    at = next(t.shards[0].offset for t in tensors if t.kind == "model") if file == "rank-0.bin" else 100
+    data[at] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+# -- list
+
+
+def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = os.preadv
     monkeypatch.setattr(blocks.os, "preadv", lambda *args: read.append(1) or original(*args))
-    quick = rows("list", str(root))
+    quick = command("list", "net", "--json").json
     assert (read, [r["verified"] for r in quick]) == ([], [None, None])
     keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size"}
     assert set(quick[0]) == keys
-    assert [line.split()[-1] for line in call("list", str(root)).stdout.splitlines()[1:]] == ["committed", "committed"]
-    whole = rows("list", str(root), "--verify")
+    lines = command("list", "net").out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["step", "size", "ranks", "layout", "engine", "state"],
+        *(["3", *lines[1].split()[1:3], "1", "single", "raw", "committed"], lines[2].split()),
+    ]
+    assert [line.split()[-1] for line in lines[1:]] == ["committed", "committed"]
+    whole = command("list", "net", "--verify", "--json").json
     assert ([r["verified"] for r in whole], bool(read), set(whole[0])) == ([True, True], True, keys)
 
 
-def test_the_quick_list_sees_a_file_that_was_cut_short(root: Path) -> None:
-    os.truncate(root / "step-00000006" / "rank-0.bin", 5)
-    assert [r["verified"] for r in rows("list", str(root))] == [None, False]
-    assert "DAMAGED" in call("list", str(root)).stdout
+def test_the_quick_list_sees_a_file_that_was_cut_short(run: Path, command: Command) -> None:
+    os.truncate(folder_of(run, 6) / "rank-0.bin", 5)
+    assert [r["verified"] for r in command("list", "net", "--json").json] == [None, False]
+    lines = command("list", "net").out.splitlines()
+    assert lines[2].split()[-1] == "DAMAGED"
+    assert lines[3].startswith(f"step 6: {folder_of(run, 6)}/rank-0.bin: 5 bytes, ")  # on one line, however long
+
+
+def test_a_long_layout_keeps_to_its_column(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = index.read_manifest
+
+    def read(folder: Path) -> index.Manifest:
+        import msgspec
+
+        layout = {"strategy": "hybrid-shard", "dp_replicate": 16, "dp_shard": 8, "tp": 8, "sequence_parallel": True}
+        layout |= {"pp": 4, "schedule": "interleaved", "cp": 2}
+        return msgspec.structs.replace(original(folder), layout=layout, world_size=8192, engine="torchsnapshot")
+
+    monkeypatch.setattr(index, "read_manifest", read)
+    for columns in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = command("list", "net").out.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert "hybrid-shard 16 x 8" in lines[1] and "torchsnapshot" in lines[1] and lines[1].endswith("committed")
+    assert len(lines) == 3
+    assert "hybrid-shard 16 x 8, tp 8 + sp, cp 2, pp 4 (interleaved)" in lines[1]
+
+
+def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = index.is_committed
+
+    def gone(folder: Path) -> bool:
+        if index.step_of(folder) == 3:
+            shutil.rmtree(folder, ignore_errors=True)
+        return original(folder)
+
+    monkeypatch.setattr(index, "is_committed", gone)
+    assert [r["step"] for r in command("list", "net", "--json").json] == [6]
+
+
+def test_one_of_them_by_step_or_path(run: Path, command: Command) -> None:
+    (folder_of(run, 6) / "COMMITTED").unlink()
+    for name in ("net@6", folder_of(run, 6)):
+        assert [(r["step"], r["committed"]) for r in command("list", name, "--json").json] == [(6, False)]
+    assert command("list", run / "checkpoints", "--json").json == command("list", run, "--json").json
+
+
+def test_no_checkpoints_yet(run: Path, command: Command) -> None:
+    shutil.rmtree(run / "checkpoints")
+    said = command("list", "net")
+    assert (said.code, said.out, said.err) == (0, "", f"no checkpoints in {run}/checkpoints\n")
+    assert command("list", "net", "--json").json == []
+
+
+# -- verify and digest
+
+
+def test_verify_names_every_damaged_file_and_goes_on(run: Path, command: Command) -> None:
+    assert command("verify", "net").out == "step 3: ok\nstep 6: ok\n"
+    path = flip(run, 3)
+    said = command("verify", "net")
+    assert (said.code, said.out) == (1, "step 3: DAMAGED\nstep 6: ok\n")
+    assert f"clustertrain: {path}: " in said.err
+    said = command("verify", "net", "--json")
+    assert said.code == 1
+    assert [(r["step"], r["verified"], r["damage"] is None) for r in said.json["checkpoints"]] == [
+        (3, False, False),
+        (6, True, True),
+    ]
+    assert str(path) in said.json["checkpoints"][0]["damage"]
+    assert command("verify", "net@6").code == command("verify", "net", "--step", "6").code == 0
+    assert command("verify", folder_of(run, 3)).code == 1
+
+
+def test_each_of_several_damaged_files_is_told_once(run: Path) -> None:
+    folder = folder_of(run, 3)
+    manifest = index.read_manifest(folder)
+    tensors = list(manifest.tensors)
+    shutil.copy(folder / "rank-0.bin", folder / "rank-1.bin")
+    import msgspec
+
+    for i in range(0, len(tensors), 2):  # every other tensor lies in the copy
+        shards = [msgspec.structs.replace(s, file="rank-1.bin") for s in tensors[i].shards]
+        tensors[i] = msgspec.structs.replace(tensors[i], shards=tuple(shards))
+    files = {**manifest.files, "rank-1.bin": manifest.files["rank-0.bin"]}
+    index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=tuple(tensors), files=files))
+    done: list[int] = []
+    assert offline.damages(folder, lambda so_far, _: done.append(so_far)) == []
+    assert done[-1] == sum(s.nbytes for t in tensors for s in t.shards) and done == sorted(done)
+    for name in ("rank-0.bin", "rank-1.bin"):
+        (folder / name).write_bytes(bytes((folder / name).stat().st_size))
+    assert sorted(d.split(":")[0] for d in offline.damages(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
+    (folder / "rank-0.bin").unlink()
+    assert "No such file" in next(d for d in offline.damages(folder) if "rank-0.bin" in d)
+    flip(folder.parents[1], 3, "manifest.json")
+    assert [d.split(":")[0] for d in offline.damages(folder)] == [f"{folder}/manifest.json"]
+
+
+def test_what_cannot_be_read_is_not_called_damaged(run: Path, command: Command) -> None:
+    marker = folder_of(run, 3) / "COMMITTED"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
+    said = command("verify", "net")
+    assert (said.code, said.out) == (1, "step 3: UNREADABLE\nstep 6: ok\n")
+    assert "written in format 99" in said.err
+    row = command("verify", "net@3", "--json").json["checkpoints"][0]
+    assert (row["verified"], row["damage"]) == (None, None) and "format 99" in row["unreadable"]
+
+
+def test_a_digest_is_of_the_model_the_optimizer_or_both(run: Path, command: Command) -> None:
+    values = {kind: command("digest", "net", "--of", kind).out for kind in ("model", "optimizer", "all")}
+    assert len(set(values.values())) == 3
+    assert command("digest", "net").out == values["all"]
+    assert command("digest", "net@3", "--of", "model").out != values["model"]
+    assert command("digest", run / "checkpoints" / "step-00000006", "--of", "model", "--json").json == {
+        "run": str(run / "checkpoints"),
+        "step": 6,
+        "of": "model",
+        "digest": values["model"].strip(),
+    }
+
+
+# -- diff
+
+
+def test_diff_of_equals(run: Path, command: Command) -> None:
+    said = command("diff", "net", "net@6")
+    assert said.code == 0
+    assert said.out.splitlines()[:2] == [f"A  {folder_of(run, 6)}", f"B  {folder_of(run, 6)}"]
+    assert said.out.splitlines()[-1].startswith("equal: ")
+
+
+def test_diff_of_two_steps(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = command("diff", "net@3", "net")
+    assert said.code == 1
+    assert max(len(line) for line in said.out.splitlines()[3:]) <= 80
+    shown, every = said.out.splitlines(), command("diff", "net@3", "net", "--all").out.splitlines()
+    assert "tensors  48 of 49 differ (model 12, optimizer 36)" in shown
+    assert "and 38 more: --all shows them" in shown
+    assert "data/position  30  60" in shown and "step           3   6" in shown
+    assert sum("optimizer/state/" in line for line in every) == 36
+    found = command("diff", "net@3", "net", "--json")
+    assert (found.code, found.json["equal"], len(found.json["bytes"])) == (1, False, 48)
+    assert found.json["a"] == {"run": "net-abcdef", "step": 3, "path": str(folder_of(run, 3))}
+    assert set(found.json) == {
+        "a", "b", "equal", "tensors", "only_a", "only_b", "forms", "bytes", "values", "saved", "ranks_compared",
+    }  # fmt: skip
+    assert set(found.json["bytes"][0]) == {
+        "name", "kind", "elements", "differing", "not_finite", "max_abs", "relative",
+    }  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "160")
+    wide = command("diff", "net@3", "net", "--all").out
+    assert "optimizer/state/layers.0.attention_norm.weight/exp_avg_sq\n" in wide
+
+
+def test_diff_of_other_models(run: Path, command: Command, tmp_path: Path) -> None:
+    make_run(tmp_path / "home" / "runs" / "other-abcdef", decoder(recipe_of(tie_embeddings=True, kv_heads=4)), (6,))
+    said = command("diff", "net", "other")
+    assert said.code == 1
+    assert "6 of another dtype or shape; " in " ".join(said.out.split())
+    assert "only in A" in said.out and "model/head.weight" in said.out and "only in B" in said.out
+    assert "float32 [64, 128]" in said.out
+
+
+# -- export
+
+
+def test_export_says_what_it_wrote(run: Path, command: Command, tmp_path: Path) -> None:
+    said = command("export", "net", "--output", tmp_path / "out")
+    size = sum(p.nbytes for p in decoder(recipe_of(**SIZES)).parameters())
+    assert said.out.splitlines() == [
+        f"step 6: 12 tensors, {size / 2**20:.1f} MiB, huggingface names, in {tmp_path}/out",
+        "  model.safetensors",
+        "  config.json",
+    ]
+    said = command("export", "net@3", "-o", tmp_path / "x.pt", "--format", "torch", "--dtype", "bfloat16", "--json")
+    assert said.json == {
+        "run": "net-abcdef",
+        "step": 3,
+        "path": str(tmp_path / "x.pt"),
+        "format": "torch",
+        "names": "own",
+        "files": [],
+        "tensors": 12,
+        "bytes": size // 2,
+    }
+    assert {t.dtype for t in torch.load(tmp_path / "x.pt", weights_only=True).values()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_in_a_runs_folder_has_the_runs_recipe(run: Path, command: Command, tmp_path: Path) -> None:
+    assert (
+        command("export", folder_of(run, 3), "-o", tmp_path / "a", "--step", "3", "--json").json["names"]
+        == "huggingface"
+    )
+    shutil.copytree(folder_of(run, 3), tmp_path / "elsewhere" / "step-00000003")
+    assert command("export", tmp_path / "elsewhere", "-o", tmp_path / "b", "--json").json["names"] == "own"
+
+
+def test_a_scripts_model_has_no_recipe(run: Path, command: Command, tmp_path: Path) -> None:
+    with (run / "spec.toml").open("a") as f:
+        f.write('\n[script]\npath = "train.py"\ncwd = "/"\n')
+    assert command("export", "net", "-o", tmp_path / "a", "--json").json["names"] == "own"
+    said = command("export", "net", "-o", tmp_path / "b", "--names", "huggingface")
+    assert (said.code, "--names own" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "files"), [("256kB", 6), ("0.25MiB", 5), ("256K", 6), ("256000", 6), ("0", None), ("5 big", None)]
+)
+def test_sizes_of_shards(run: Path, command: Command, tmp_path: Path, size: str, files: int | None) -> None:
+    said = command("export", "net", "-o", tmp_path / "out", "--max-shard-size", size, "--names", "own", "--json")
+    if files is None:
+        assert (said.code, "write 5GB, 500MB or 2GiB" in said.err) == (2, True)
+    else:
+        assert len(said.json["files"]) == files + 1
+
+
+# -- prune
+
+
+def test_prune_tells_what_it_would_delete(run: Path, command: Command) -> None:
+    old = str(folder_of(run, 3))
+    assert command("prune", "net", "--keep", "1", "--dry-run").out == f"would delete {old}\n"
+    assert command("prune", "net", "--keep", "1", "--dry-run", "--json").json == {
+        "run": "net-abcdef",
+        "deleted": [],
+        "would_delete": [old],
+    }
+    assert Path(old).is_dir()
+    assert command("prune", "net", "--keep", "1", "--json").json == {"run": "net-abcdef", "deleted": [old]}
+    assert not Path(old).exists()
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["list", "nope"], 1, "no run 'nope'"),
+        (["list", "./nope"], 1, "no such folder"),
+        (["verify", "net", "--step", "7"], 1, "no committed checkpoint of step 7; steps there: 3, 6"),
+        (["digest", "net@7"], 1, "no committed checkpoint of step 7"),
+        (["digest", "net", "--of", "data"], 2, "'data' is not one of"),
+        (["diff", "net"], 2, "Missing argument 'B'"),
+        (["diff", "net@7", "net"], 1, "no committed checkpoint of step 7"),
+        (["diff", "net@3@6", "net"], 2, "leave out @6"),
+        (["export", "net"], 2, "Missing option"),
+        (["export", "net@3", "--step", "6", "-o", "x"], 2, "RUN is the checkpoint of step 3 already"),
+        (["export", "net", "-o", "x", "--dtype", "int9"], 2, "'int9' is not one of"),
+        (["export", "net", "-o", "no/x"], 1, "there is no folder"),
+        (["export", "net", "-o", "spec.toml"], 2, "is there already"),
+        (["export", "net", "-o", "checkpoints", "--force"], 2, "no part of an export"),
+        (["prune", "net@3", "--keep", "1"], 2, "is one checkpoint"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_said_in_a_sentence(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, text: str
+) -> None:
+    monkeypatch.chdir(run)
+    before = sorted(p.name for p in run.iterdir())
+    said = command(*words)
+    assert (said.code, said.out) == (code, "")
+    assert text in said.err
+    assert sorted(p.name for p in run.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "words", [["digest", "net"], ["diff", "net@3", "net@6"], ["export", "net", "-o", "out"]], ids=" ".join
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_damage_is_told_with_the_files_name(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: list[str], as_json: bool
+) -> None:
+    monkeypatch.chdir(run)
+    path = flip(run, 6)
+    said = command(*words, *(["--json"] if as_json else []))
+    assert (said.code, said.out) == (1, "")
+    assert str(path) in said.err
+    assert not (run / "out").exists()
+
+
+def test_a_folder_that_was_never_committed_or_is_set_aside(run: Path, command: Command) -> None:
+    folder_of(run, 6).rename(index.damaged_folder(folder_of(run, 6)))
+    aside = index.damaged_folder(folder_of(run, 6))
+    assert command("verify", aside).out == "step 6: ok\n"  # the one that was named, though there is none of step 6
+    (aside / "COMMITTED").unlink()
+    said = command("digest", aside)
+    assert (said.code, f"{aside}: was never committed" in said.err) == (1, True)
+
+
+# -- progress
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal_there", "seconds", "shown"), [(True, 2.0, True), (True, 0.5, False), (False, 2.0, False)]
+)
+def test_a_bar_for_what_lasts_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, terminal_there: bool, seconds: float, shown: bool
+) -> None:
+    now = [0.0]
+    out = Tty() if terminal_there else io.StringIO()
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(terminal, "make_console", lambda file: Console(file=file, force_terminal=True, width=80))
+    with progress.Bar("step 3") as bar:
+        bar(0, 100)
+        now[0] = seconds
+        bar(50, 100)
+        bar(100, 100)
+    assert ("step 3" in out.getvalue()) is shown
+    assert (out.getvalue() != "") is shown

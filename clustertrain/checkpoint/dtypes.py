@@ -1,0 +1,103 @@
+"""Numbers of tensors without torch: torch's names of dtypes, bytes to numpy's arrays and back.
+
+numpy lacks bfloat16 and the 8-bit formats. The former is the upper half of a float32; the latter have 256 values each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clustertrain.errors import CheckpointError
+
+Raw = NDArray[np.uint8]  # (elements, bytes of one)
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a tensor can be converted to
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK = 1 << 20  # elements that are looked at together, so that what is computed of them takes megabytes
+
+_NUMPYS = frozenset(
+    {"float64", "float32", "float16", "complex128", "complex64", "bool"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+
+
+def _table(exponent_bits: int, mantissa_bits: int, bias: int) -> NDArray[np.float32]:
+    codes = np.arange(256)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    size = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    return np.where(codes & 0x80, -size, size).astype(np.float32)
+
+
+def _e4m3fn() -> NDArray[np.float32]:
+    """No infinity; the last code of each sign is nan (Micikevicius et al., arXiv 2209.05433)."""
+    values = _table(4, 3, 7)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+def _e5m2() -> NDArray[np.float32]:
+    values = _table(5, 2, 15)
+    values[[0x7C, 0xFC]] = np.inf, -np.inf
+    values[0x7D:0x80] = values[0xFD:] = np.nan
+    return values
+
+
+_EIGHT_BITS = {"float8_e4m3fn": _e4m3fn(), "float8_e5m2": _e5m2()}
+
+
+def decode(raw: Raw, dtype: str) -> NDArray[Any] | None:
+    """The numbers of ``raw`` (elements, itemsize), which is contiguous, as an array (elements,) of a type that numpy
+    has and that holds them exactly; None for a dtype whose numbers are not known here."""
+    if dtype in _NUMPYS:
+        return raw.reshape(-1).view(dtype)
+    if dtype == "bfloat16":
+        return (raw.reshape(-1).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype in _EIGHT_BITS:
+        found: NDArray[Any] = _EIGHT_BITS[dtype][raw.reshape(-1)]
+        return found
+    return None
+
+
+def is_float(dtype: str) -> bool:
+    """Whether :func:`converted` takes it."""
+    return dtype in FLOATS or dtype in _EIGHT_BITS
+
+
+def encode(values: NDArray[Any], dtype: str) -> Raw:
+    """Floating numbers (elements,) rounded to the nearest of ``dtype``, one of FLOATS, ties to even, as bytes."""
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid: a nan that signals becomes a quiet one
+        if dtype != "bfloat16":
+            return values.astype(dtype).view(np.uint8).reshape(-1, ITEMSIZE[dtype])
+        bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    rounded[np.isnan(values)] = 0x7FC0  # rounding up could make nan an infinity
+    return rounded.astype(np.uint16).view(np.uint8).reshape(-1, 2)
+
+
+def converted(raw: Raw, source: str, target: str, name: str) -> Iterator[memoryview]:
+    """The bytes of ``raw`` in ``target``, a block at a time; as they are where that is ``source``, or where ``source``
+    is no floating type.
+
+    Raises:
+        CheckpointError: a finite number of the tensor ``name`` is too large for ``target``.
+    """
+    if source == target or not is_float(source):
+        yield raw.reshape(-1).data
+        return
+    for i in range(0, len(raw), BLOCK):
+        values = decode(raw[i : i + BLOCK], source)
+        assert values is not None
+        found = encode(values, target)
+        back = decode(found, target)
+        assert back is not None
+        if not np.array_equal(np.isfinite(values), np.isfinite(back)):
+            raise CheckpointError(
+                f"{name}: {np.abs(values[np.isfinite(values)]).max():.3g} is more than {target} can hold",
+                fix="choose bfloat16 or float32",
+            )
+        yield found.reshape(-1).data

@@ -1,0 +1,82 @@
+"""The built-in decoder in the terms of Hugging Face transformers: a LlamaForCausalLM.
+
+The tensors are the same ones under other names. The decoder turns pairs (i, i + head_dim/2) of a head, as that class
+does, so that no rows of q and k change places; and it has no rows of padding in its vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clustertrain.spec.recipe import ModelSpec
+
+# Of a layer: our name, theirs.
+_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+
+
+def tensors(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of each tensor of the decoder, by its name in the module and in the order of execution: its name there, and its
+    shape. A tied head is in neither."""
+    dim, hidden = spec.dim, spec.hidden
+    narrow = dim // spec.heads * spec.kv_heads
+    shapes = {
+        **dict.fromkeys(("attention_norm", "ffn_norm"), (dim,)),
+        **dict.fromkeys(("attention.q", "attention.out"), (dim, dim)),
+        **dict.fromkeys(("attention.k", "attention.v"), (narrow, dim)),
+        **dict.fromkeys(("ffn.gate", "ffn.up"), (hidden, dim)),
+        "ffn.down": (dim, hidden),
+    }
+    found: dict[str, tuple[str, tuple[int, ...]]] = {
+        "embed.weight": ("model.embed_tokens.weight", (spec.vocab_size, dim))
+    }
+    for n in range(spec.layers):
+        for ours, theirs in _LAYER.items():
+            found[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight", shapes[ours]
+    found["norm.weight"] = "model.norm.weight", (dim,)
+    if not spec.tie_embeddings:
+        found["head.weight"] = "lm_head.weight", (spec.vocab_size, dim)
+    return found
+
+
+def config(spec: ModelSpec, seq_len: int, dtype: str) -> dict[str, Any]:
+    """``config.json``, with the keys of transformers 4, which 5 takes too.
+
+    Args:
+        seq_len: tokens of a sample in training, which is what the model can be trusted with.
+        dtype: torch's name of it.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.dim,
+        "intermediate_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.dim // spec.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": seq_len,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        # Bytes have no special ones; without these lines 1 and 2 would be taken for such.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+    }

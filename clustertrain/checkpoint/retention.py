@@ -1,0 +1,159 @@
+"""Which checkpoints stay and which go.
+
+:func:`doomed` is the policy, over what is known of the checkpoints; :func:`choose` and :func:`apply` are the same for a
+folder. A checkpoint stays where any of these holds:
+
+* it is the newest one that is good (``good`` of :func:`choose` says what that means): where all newer ones are damaged
+  it is what the run goes back to;
+* it is one of the ``keep`` newest regular ones;
+* its step is a multiple of ``keep_every``: these stay for ever;
+* it is one of the ``keep_best`` best;
+* it is an emergency one (made because the run was told to stop) and no newer regular one is there. It never pushes out
+  a regular one. Of a run that is stopped again and again before a regular one is due the ``keep`` newest stay, or its
+  disk would fill.
+
+Folders that were never committed are left alone, a save may be under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from clustertrain import fsio
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.storage import StorageError, patiently
+from clustertrain.errors import CheckpointError
+
+Reason = Literal["interval", "stop", "end"]  # a stop is a preemption or the time limit
+EMERGENCY: Reason = "stop"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.spec.recipe.CheckpointSpec`."""
+
+    keep: int = 3
+    keep_every: int = 0  # steps; 0: none stays for ever
+    keep_best: int = 0
+    best: str = ""  # name of the deciding scalar
+    best_mode: Literal["min", "max"] = "min"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the policy looks at in one committed checkpoint. ``metric`` is the value of the deciding scalar; None and
+    nan are no value."""
+
+    step: int
+    reason: str = "interval"
+    metric: float | None = None
+
+
+def doomed(checkpoints: Collection[Known], policy: Policy, newest_good: int | None) -> list[int]:
+    """The steps that go, oldest first. ``newest_good`` is the step of the newest checkpoint that is good."""
+    newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
+    # One that stays for ever needs no other ground, so why it was made does not matter, and need not be read.
+    regular = [c for c in newest_first if c.reason != EMERGENCY or _is_milestone(c.step, policy)]
+    overtaken = regular[0].step if regular else -1
+    emergency = [c for c in newest_first if c.reason == EMERGENCY and c.step > overtaken]
+    stays = {c.step for c in (*regular[: policy.keep], *emergency[: policy.keep], *_best(newest_first, policy))}
+    return sorted(
+        c.step
+        for c in checkpoints
+        if c.step not in stays and c.step != newest_good and not _is_milestone(c.step, policy)
+    )
+
+
+def _is_milestone(step: int, policy: Policy) -> bool:
+    return policy.keep_every > 0 and step % policy.keep_every == 0
+
+
+def _best(newest_first: list[Known], policy: Policy) -> list[Known]:
+    valued = [(c.metric, c) for c in newest_first if c.metric is not None and not math.isnan(c.metric)]
+    # Sorting is stable: of equal values the newer comes first, with reverse too.
+    valued.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
+    return [c for _, c in valued[: policy.keep_best]]
+
+
+def known(folder: Path, policy: Policy) -> Known:
+    """What the index of a committed checkpoint says. One that does not read counts as regular and has no metric.
+
+    Raises:
+        StorageError: the file system would not read it, now at least.
+    """
+    step = index.step_of(folder) or 0
+    if _is_milestone(step, policy) and not policy.keep_best:
+        return Known(step)  # stays whatever its index says, and over a long run there may be many
+    marker = folder / index.COMMITTED
+    try:
+        stamp = patiently(marker.stat, marker)
+        reason, name, value = _read(folder, stamp.st_ino, stamp.st_mtime_ns)
+    except StorageError:
+        raise
+    except (OSError, CheckpointError):
+        return Known(step)
+    return Known(step, reason, value if name == policy.best else None)
+
+
+# A large model's index has megabytes, and this is asked at every save. A save of the same step brings a new marker.
+@functools.lru_cache(maxsize=4096)
+def _read(folder: Path, inode: int, mtime_ns: int) -> tuple[str, str, float | None]:
+    manifest = index.read_manifest(folder)
+    metric = getattr(manifest, "metric", None) or {"name": "", "value": None}
+    return getattr(manifest, "reason", "interval"), metric["name"], metric["value"]
+
+
+def choose(
+    root: Path, policy: Policy, *, good: Callable[[Path], bool], know: Callable[[Path, Policy], Known] = known
+) -> list[Path]:
+    """The folders in ``root`` that go, in the order in which to delete them. Changes nothing.
+
+    What was set aside as damaged goes once a good checkpoint of its step or a newer one is there.
+
+    Args:
+        good: whether a committed checkpoint can be restored. Asked from the newest on, until one is.
+        know: another one than :func:`known` may leave out the reason and the metric, where these shall not count.
+
+    Raises:
+        StorageError: the file system would not read. Then nothing is known, and nothing must be deleted.
+    """
+    committed = [p for p in index.folders(root) if index.is_committed(p)]
+    newest_good = next((index.step_of(p) for p in reversed(committed) if good(p)), None)
+    steps = set(doomed([know(p, policy) for p in committed], policy, newest_good))
+    going = [p for p in committed if index.step_of(p) in steps]
+    if newest_good is not None:
+        going += [p for p in index.set_aside(root) if (index.step_of(p) or 0) <= newest_good]
+    return going
+
+
+def apply(
+    root: Path, policy: Policy, *, good: Callable[[Path], bool], know: Callable[[Path, Policy], Known] = known
+) -> list[Path]:
+    """Delete what :func:`choose` says; returns it.
+
+    Raises:
+        OSError: one could not be deleted; those after it are still there.
+        StorageError: as :func:`choose`; nothing was deleted.
+    """
+    going = choose(root, policy, good=good, know=know)
+    for folder in going:
+        remove(folder)
+    return going
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that half of one never looks like a whole one; what a kill
+    leaves behind has the name of a save that did not end, and goes as such at the next restore."""
+    step = index.step_of(folder)
+    away = index.staging_folder(folder.parent, step or 0, "removed")
+    if away.exists():
+        shutil.rmtree(away)
+    folder.rename(away)
+    fsio.fsync_folder(folder.parent)
+    shutil.rmtree(away)

@@ -1,0 +1,59 @@
+"""Checkpoints for tests of what reads them: one process, saved by the real manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+import torch
+from torch import nn
+
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.spec.presets import filled
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train.model import Decoder
+
+
+def save(root: Path, step: int, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> Path:
+    manager = CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, keep=100, background=False)
+    return manager.save(step, state, rank_state).path
+
+
+def change_index(folder: Path, **fields: Any) -> None:
+    """As if it had been saved with other ``fields`` of the index."""
+    index.write_manifest(folder, msgspec.structs.replace(index.read_manifest(folder), **fields))
+
+
+def recipe_of(**model: Any) -> Recipe:
+    document = filled({"model": {"preset": "tiny", **model}})
+    return build(document, Recipe, "a test")
+
+
+def decoder(recipe: Recipe, seed: int = 0) -> Decoder:
+    """No two of its numbers are alike: a norm or a head in another's place would be seen."""
+    torch.manual_seed(seed)
+    model = Decoder(recipe.model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.07)
+    return model
+
+
+def make_run(folder: Path, model: nn.Module, steps: tuple[int, ...], **sizes: Any) -> Path:
+    """A run's folder with checkpoints of ``model`` and an optimizer that has made one step before each."""
+    folder.mkdir(parents=True)
+    (folder / "spec.toml").write_text(tomli_w.dumps({"recipe": {"model": {"preset": "tiny", **sizes}}}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in steps:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer, "data": {"position": step * 10}}
+        save(folder / "checkpoints", step, state, {"random": torch.get_rng_state()})
+    return folder

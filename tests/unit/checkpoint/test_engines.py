@@ -1,0 +1,381 @@
+"""What every engine promises, and that the tools of the two libraries read what is written through them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from clustertrain.checkpoint.engines import ENGINES, Engine, engine, staged
+from clustertrain.checkpoint.manifest import ShardRecord, TensorRecord
+from clustertrain.checkpoint.segments import Place, Segment
+from clustertrain.errors import CheckpointError, ConfigError
+
+DTYPES = sorted(
+    (v for v in vars(torch).values() if isinstance(v, torch.dtype) and not str(v).startswith("torch.q")), key=str
+)
+
+
+class Staging:
+    """A rank's staging memory, with random bytes in it."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.segments: list[Segment] = []
+        self._random = random.Random(rank)
+        self._data = bytearray()
+
+    def add(
+        self,
+        name: str,
+        part: Sequence[int],
+        dtype: torch.dtype = torch.uint8,
+        *,
+        data: bytes | None = None,
+        shape: Sequence[int] | None = None,
+        start: Sequence[int] | None = None,
+    ) -> None:
+        nbytes = prod(part) * dtype.itemsize
+        segment = Segment(
+            name=name,
+            kind="model",
+            dtype=str(dtype).removeprefix("torch."),
+            itemsize=dtype.itemsize,
+            shape=tuple(part if shape is None else shape),
+            start=(0,) * len(part) if start is None else tuple(start),
+            part=tuple(part),
+            at=len(self._data),
+            nbytes=nbytes,
+        )
+        self.segments.append(segment)
+        self._data += self._random.randbytes(nbytes) if data is None else data
+
+    def add_rows(self, name: str, whole: torch.Tensor, first: int, end: int) -> None:
+        rows = whole[first:end].contiguous()
+        data = rows.view(torch.uint8).numpy().tobytes()
+        self.add(name, rows.shape, rows.dtype, data=data, shape=whole.shape, start=[first] + [0] * (whole.dim() - 1))
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self._data)
+
+    def expected(self) -> list[bytes]:
+        return [bytes(self._data[s.at : s.at + s.nbytes]) for s in self.segments]
+
+
+def written(folder: Path, staging: Staging, places: Sequence[Place]) -> list[bytes]:
+    """What lies at the places, read with nothing but the names, offsets and lengths."""
+    assert len(places) == len(staging.segments)
+    found = []
+    for place, segment in zip(places, staging.segments, strict=True):
+        with (folder / place.file).open("rb") as file:
+            file.seek(place.offset)
+            found.append(file.read(segment.nbytes))
+    return found
+
+
+def records(ranks: Sequence[tuple[Staging, Sequence[Place]]]) -> list[TensorRecord]:
+    """The index of what the ranks wrote, as engines see it."""
+    heads: dict[str, Segment] = {}
+    shards: dict[str, list[ShardRecord]] = {}
+    for staging, places in ranks:
+        for s, place in zip(staging.segments, places, strict=True):
+            heads[s.name] = s
+            known = {"file": place.file, "offset": place.offset, "nbytes": s.nbytes, "start": s.start, "shape": s.part}
+            found = shards.setdefault(s.name, [])
+            if s.nbytes:
+                # Of checksums engines know nothing.
+                found.append(ShardRecord(**{**dict.fromkeys(ShardRecord.__struct_fields__, ""), **known}))
+    return [
+        TensorRecord(name=n, kind=s.kind, dtype=s.dtype, itemsize=s.itemsize, shape=s.shape, shards=tuple(shards[n]))
+        for n, s in sorted(heads.items())
+    ]
+
+
+def everything() -> Staging:
+    staging = Staging()
+    staging.add("model/odd", [3])  # so that nothing after it is aligned
+    for dtype in DTYPES:
+        staging.add(f"model/{dtype}", [2, 3], dtype)
+    staging.add("other/scalar", [], torch.float64)
+    staging.add("model/none", [0, 7], torch.bfloat16)
+    staging.add("model/large", [17 << 20])
+    staging.add("model/none too", [0])
+    staging.add(f"model/{'long name.' * 40}/../ü %2F", [5], torch.int16)
+    for n in range(300):
+        staging.add(f"optimizer/state/{n}/step", [], torch.float32)
+    return staging
+
+
+@pytest.fixture(params=ENGINES)
+def each(request: pytest.FixtureRequest) -> Engine:
+    return engine(request.param)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_each_segment_lies_where_it_is_said_to(each: Engine, tmp_path: Path) -> None:
+    staging = everything()
+    places = each.write(tmp_path, 0, staging.segments, staging.memory.toreadonly())
+    assert written(tmp_path, staging, places) == staging.expected()
+    each.finish(tmp_path, records([(staging, places)]))
+    assert written(tmp_path, staging, places) == staging.expected()
+
+
+@pytest.mark.parametrize("parts", [[], [0, 0]])
+def test_a_rank_may_have_nothing_to_write(each: Engine, parts: list[int], tmp_path: Path) -> None:
+    staging = Staging()
+    for n, part in enumerate(parts):
+        staging.add(f"model/{n}", [part])
+    places = each.write(tmp_path, 0, staging.segments, staging.memory)
+    assert written(tmp_path, staging, places) == staging.expected()
+    each.finish(tmp_path, records([(staging, places)]))
+
+
+def test_ranks_write_beside_each_other_and_never_over_what_is_there(each: Engine, tmp_path: Path) -> None:
+    ranks = []
+    for rank in (0, 1, 11):
+        staging = Staging(rank)
+        for n in range(4):
+            staging.add(f"model/{n}", [1 << (n * 5)], shape=[12 << (n * 5)], start=[rank << (n * 5)])
+        ranks.append((staging, each.write(tmp_path, rank, staging.segments, staging.memory)))
+    for staging, places in ranks:
+        assert written(tmp_path, staging, places) == staging.expected()
+    with pytest.raises(FileExistsError):
+        each.write(tmp_path, 1, ranks[0][0].segments, ranks[0][0].memory)
+    for staging, places in ranks:
+        assert written(tmp_path, staging, places) == staging.expected()
+
+
+def test_all_that_is_written_is_synced(each: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[int, Any] = {}
+    real = os.fsync
+
+    def state(path: Path) -> Any:
+        return sorted(p.name for p in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        synced[os.fstat(fd).st_ino] = state(Path(f"/proc/self/fd/{fd}").readlink())
+
+    def unsynced(paths: list[Path]) -> list[Path]:
+        return [p for p in paths if synced.get(p.stat().st_ino) != state(p)]
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    staging = Staging()
+    for n in range(20):
+        staging.add(f"model/{n}", [(1 << n) + n])
+    staging.add("model/large", [17 << 20])
+    places = each.write(tmp_path, 0, staging.segments, staging.memory)
+    assert list(tmp_path.iterdir())
+    assert unsynced(list(tmp_path.rglob("*"))) == []
+    each.finish(tmp_path, records([(staging, places)]))
+    # The raw engine leaves the folder itself to the commit.
+    assert unsynced([*tmp_path.rglob("*"), *([] if each.name == "raw" else [tmp_path])]) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A folder in which no more than 1 MiB fits into a file, and the errno that one gets there."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+        yield folder, errno.ENOSPC
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        yield folder, errno.EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# From Python 3.13 on it is told that DCP's stream cannot flush once more when it is deleted.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("sizes", [[40 << 20], [4096] * 800, [100, 0, 3 << 20, 200, 20 << 20, 20 << 20]])
+def test_a_full_disk_is_an_os_error_and_nothing_writes_on(
+    each: Engine, sizes: list[int], full_disk: tuple[Path, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, wanted = full_disk
+    staging = Staging()
+    for n, size in enumerate(sizes):
+        staging.add(f"model/{n}", [size])
+    threads = set(threading.enumerate())
+    with pytest.raises(OSError) as caught:
+        each.write(disk, 0, staging.segments, staging.memory)
+    assert caught.value.errno == wanted
+    del caught
+    gc.collect()
+    assert [t for t in set(threading.enumerate()) - threads if t.is_alive()] == []
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", ["dcp", "torchsnapshot"])
+def test_a_disk_that_fills_before_the_end_is_an_os_error(name: str, full_disk: tuple[Path, int]) -> None:
+    disk, wanted = full_disk
+    staging = Staging()
+    for n in range(20_000 if wanted == errno.EFBIG else 20):
+        staging.add(f"model/{n}", [4])
+    places = engine(name).write(disk, 0, staging.segments, staging.memory)
+    if wanted == errno.ENOSPC:
+        with pytest.raises(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    with pytest.raises(OSError) as caught:
+        engine(name).finish(disk, records([(staging, places)]))
+    assert caught.value.errno == wanted
+
+
+def test_a_wrong_place_is_found(tmp_path: Path) -> None:
+    staging = Staging()
+    staging.add("model/a", [1000])
+    staging.add("model/b", [1000])
+    (tmp_path / "file").write_bytes(staging.memory)
+    right = [Place(file="file", offset=0), Place(file="file", offset=1000)]
+    staged.settle(tmp_path, staging.segments, right, staging.memory)
+    for offset in (999, 1001, 0, 5000):
+        wrong = [right[0], Place(file="file", offset=offset)]
+        with pytest.raises(CheckpointError, match="model/b"):
+            staged.settle(tmp_path, staging.segments, wrong, staging.memory)
+    os.truncate(tmp_path / "file", 1999)
+    with pytest.raises(CheckpointError, match="model/b"):
+        staged.settle(tmp_path, staging.segments, right, staging.memory)
+
+
+def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "clustertrain.checkpoint.engines.torchsnapshot_engine", raising=False)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "torchsnapshot"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchsnapshot", None)
+    with pytest.raises(ConfigError, match=r"torchsnapshot.*\n.*pip install"):
+        engine("torchsnapshot")
+
+
+def two_ranks(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of two ranks, with the tensors that it holds."""
+    torch.manual_seed(1)
+    whole = {
+        "model/rows": torch.randn(7, 6),
+        "model/half": torch.randn(4, 3).bfloat16(),
+        "model/eight bits": torch.randn(6, 2).to(torch.float8_e4m3fn),
+        "model/complex": torch.randn(5, dtype=torch.complex64),
+        "model/mask": torch.rand(9) > 0.5,
+    }
+    of_one = {"other/step": torch.tensor(12.0), "other/count": torch.tensor([7, 65_535], dtype=torch.uint16)}
+    ranks = []
+    for rank in (0, 1):
+        staging = Staging()
+        for key, t in whole.items():
+            cut = (len(t) + 1) // 2
+            staging.add_rows(key, t, *((0, cut), (cut, len(t)))[rank])
+        if rank == 1:
+            for key, t in of_one.items():
+                staging.add(key, t.shape, t.dtype, data=t.reshape(-1).view(torch.uint8).numpy().tobytes())
+            staging.add("other/none", [0, 3], torch.float16)
+        ranks.append((staging, engine(name).write(folder, rank, staging.segments, staging.memory)))
+    engine(name).finish(folder, records(ranks))
+    return {**whole, **of_one}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bool(
+        (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).all()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_what_dcp_wrote(tmp_path: Path) -> None:
+    tensors = two_ranks("dcp", tmp_path)
+    state: dict[str, Any] = {name: torch.zeros_like(t) for name, t in tensors.items()}
+    state["other/none"] = torch.zeros(0, 3, dtype=torch.float16)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert [name for name, t in tensors.items() if not same(state[name], t)] == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_torch_makes_one_file_of_what_dcp_wrote(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    tensors = two_ranks("dcp", tmp_path / "checkpoint")
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert found.pop("other/none").shape == (0, 3)
+    assert found.keys() == tensors.keys()
+    assert [name for name, t in tensors.items() if not same(found[name], t)] == []
+
+
+@pytest.fixture
+def rank_1_of_3() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.usefixtures("rank_1_of_3")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_torch_loads_what_dcp_wrote_into_another_sharding(dim: int, tmp_path: Path) -> None:
+    tensors = two_ranks("dcp", tmp_path)
+    mesh = init_device_mesh("cpu", (3,))
+    state: dict[str, Any] = {"model/rows": zeros(7, 6, device_mesh=mesh, placements=[Shard(dim)])}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded: DTensor = state["model/rows"]
+    assert same(loaded.to_local(), tensors["model/rows"].chunk(3, dim)[1].contiguous())
+
+
+def stored_as(t: torch.Tensor) -> torch.Tensor:
+    """What torchsnapshot 0.1 has for a dtype that it does not know."""
+    other = {torch.float8_e4m3fn: torch.uint8, torch.uint16: torch.int16}
+    return t.view(other.get(t.dtype, t.dtype))
+
+
+def test_torchsnapshot_reads_what_was_written_through_it(tmp_path: Path) -> None:
+    tensors = two_ranks("torchsnapshot", tmp_path)
+    from torchsnapshot import Snapshot
+
+    snapshot = Snapshot(str(tmp_path))
+    for name, t in tensors.items():
+        out = torch.zeros_like(stored_as(t))
+        snapshot.read_object(f"0/{name}", obj_out=out)
+        assert same(out, stored_as(t)), name
+    # Of what one rank has written it knows the shape.
+    assert same(snapshot.read_object("0/other/step"), tensors["other/step"])
+
+
+@pytest.mark.usefixtures("rank_1_of_3")
+def test_a_process_group_makes_no_difference(each: Engine, tmp_path: Path) -> None:
+    staging = Staging()
+    staging.add("model/a", [1000])
+    places = each.write(tmp_path, 0, staging.segments, staging.memory)
+    each.finish(tmp_path, records([(staging, places)]))
+    assert written(tmp_path, staging, places) == staging.expected()
+
+
+def test_what_is_not_of_this_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose archives hold a tensor otherwise than in one piece."""
+    real: Callable[..., None] = torch.save
+
+    def twice(value: torch.Tensor, file: Any) -> None:
+        real([value[: len(value) // 2].clone(), value[len(value) // 2 :].clone()], file)
+
+    monkeypatch.setattr(torch, "save", twice)
+    staging = Staging()
+    staging.add("model/a", [1000])
+    with pytest.raises(CheckpointError, match=r"model/a.*in one piece"):
+        engine("dcp").write(tmp_path, 0, staging.segments, staging.memory)

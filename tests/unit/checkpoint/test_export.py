@@ -1,0 +1,393 @@
+"""What is exported computes, in the programs that it is for, what the model computes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.checkpoint import dtypes, huggingface
+from clustertrain.checkpoint import export as exporting
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.export import Request, export
+from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.errors import CheckpointError, NotFound, UsageError
+from clustertrain.train.model import Decoder
+from tests.unit.checkpoint.saved import decoder, recipe_of, save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "checkpoints", 3, {"model": decoder(recipe_of())})
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+# -- transformers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shard_bytes"),
+    [
+        ({"rope_theta": 500_000.0, "norm_eps": 1e-2}, 5_000_000_000),
+        ({"tie_embeddings": True, "kv_heads": 4, "ffn_dim": 320, "vocab_size": 300}, 500_000),
+    ],
+    ids=["grouped-query", "tied-sharded"],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, sizes: dict[str, Any], shard_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_of(**sizes)
+    ours = decoder(recipe).eval()
+    done = export(
+        Request(
+            save(tmp_path / "checkpoints", 3, {"model": ours}),
+            tmp_path / "out",
+            recipe=recipe,
+            shard_bytes=shard_bytes,
+        )
+    )
+    assert (done.step, done.names, done.bytes) == (3, "huggingface", sum(p.nbytes for p in ours.parameters()))
+    theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+    tokens = torch.randint(recipe.model.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = ours(tokens)
+        assert logits.std() > 0.5  # else little could differ
+        assert (theirs.eval()(tokens).logits - logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["llama3.1-8b", "llama3.2-1b"])
+def test_names_and_shapes_are_those_of_transformers(preset: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    recipe = recipe_of(preset=preset)
+    named = huggingface.tensors(recipe.model)
+    config = LlamaConfig.from_dict(huggingface.config(recipe.model, recipe.data.seq_len, "float32"))
+    with torch.device("meta"):
+        ours, theirs = Decoder(recipe.model), LlamaForCausalLM(config)
+    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {k: shape for k, (_, shape) in named.items()}
+    wanted = {k: tuple(v.shape) for k, v in theirs.named_parameters()}  # which has what is tied once
+    assert dict(named.values()) == wanted
+
+
+def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Path) -> None:
+    most = 700_000
+    done = export(Request(folder, tmp_path / "out", recipe=recipe_of(), shard_bytes=most))
+    document = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = [f"model-{i:05}-of-00006.safetensors" for i in range(1, 7)]
+    assert done.files == (*files, "model.safetensors.index.json", "config.json")
+    assert names_in(tmp_path / "out") == sorted(done.files)
+    assert document["metadata"]["total_size"] == done.bytes
+    assert set(document["weight_map"].values()) == set(files)
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(tmp_path / "out" / file, "pt") as f:
+            assert set(f.keys()) == {name for name, where in document["weight_map"].items() if where == file}
+            assert sum(f.get_tensor(k).nbytes for k in f.keys()) <= most  # noqa: SIM118
+            assert f.metadata() == {"format": "pt"}
+
+
+def test_a_tensor_larger_than_a_shard_has_one_for_itself(tmp_path: Path, folder: Path) -> None:
+    done = export(Request(folder, tmp_path / "out", shard_bytes=1))
+    assert len(done.files) == done.tensors + 1
+    assert tensors_of(tmp_path / "out").keys() == decoder(recipe_of()).state_dict().keys()
+
+
+# -- formats and dtypes
+
+
+class Odd(nn.Module):
+    """Buffers of all kinds, and extra state that no other program knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+        kinds = [
+            torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+            torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+        ]  # fmt: skip
+        for i, dtype in enumerate(kinds):
+            self.register_buffer(f"b{i}", torch.randint(0, 2, (i, 3)).to(dtype))
+        self.register_buffer("scalar", torch.tensor(2.5))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": torch.ones(2), "n": 1}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.detach().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
+    model = Odd()
+    folder = save(tmp_path / "checkpoints", 1, {"net": model, "note": {"weights": torch.ones(3)}})
+    export(Request(folder, tmp_path / "out", form))
+    if form == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)
+        mapped = torch.load(tmp_path / "out", weights_only=True, mmap=True)
+        assert all(bits(found[k]) == bits(mapped[k]) for k in found)
+        assert all(t.data_ptr() % 64 == 0 for t in mapped.values() if t.numel())
+    else:
+        found = tensors_of(tmp_path / "out")
+        assert names_in(tmp_path / "out") == ["model.safetensors"]
+    wanted = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    assert found.keys() == wanted.keys()
+    assert [k for k in wanted if bits(found[k]) != bits(wanted[k])] == []
+
+
+def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> None:
+    export(Request(folder, tmp_path / "model.pt", "torch", recipe=recipe_of()))
+    other = decoder(recipe_of(), seed=1)
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    tokens = torch.arange(20)[None]
+    assert torch.equal(other(tokens), decoder(recipe_of())(tokens))
+
+
+def test_names_of_several_modules_begin_with_their_keys(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoints", 1, {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3, bias=False)})
+    export(Request(folder, tmp_path / "out"))
+    assert tensors_of(tmp_path / "out").keys() == {"a.weight", "a.bias", "b.weight"}
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_floating_tensors_are_converted_and_no_others(tmp_path: Path, form: Any) -> None:
+    model = Odd()
+    folder = save(tmp_path / "checkpoints", 1, {"model": model})
+    export(Request(folder, tmp_path / "out", form, dtype="bfloat16"))
+    found = torch.load(tmp_path / "out", weights_only=True) if form == "torch" else tensors_of(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            assert bits(found[name]) == bits(wanted), name
+
+
+def test_the_config_says_the_dtype_that_was_written(tmp_path: Path, folder: Path) -> None:
+    export(Request(folder, tmp_path / "out", recipe=recipe_of(), dtype="bfloat16"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_what_a_format_or_dtype_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scales", torch.ones(2).to(torch.float8_e8m0fnu))
+    folder = save(tmp_path / "checkpoints", 1, {"model": model})
+    with pytest.raises(CheckpointError, match="scales: a safetensors file cannot hold float8_e8m0fnu"):
+        export(Request(folder, tmp_path / "out"))
+    with torch.no_grad():
+        model.weight.fill_(1e5)
+    folder = save(tmp_path / "checkpoints", 2, {"model": model})
+    with pytest.raises(CheckpointError, match=r"weight: 1e\+05 is more than float16 can hold"):
+        export(Request(folder, tmp_path / "out", "torch", dtype="float16"))
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, dtype: str | None) -> None:
+    monkeypatch.setattr(dtypes, "BLOCK", 10_000)
+    folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))})
+    tracemalloc.start()
+    try:
+        export(Request(folder, tmp_path / "out", form, dtype=dtype))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * 512 * 512 * 4  # of 24
+
+
+# -- which names
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_model_that_is_not_known_keeps_its_names(tmp_path: Path, form: Any) -> None:
+    folder = save(tmp_path / "checkpoints", 1, {"model": nn.Linear(2, 2)})
+    for recipe in (None, recipe_of(preset="", kind="two-tower")):
+        request = Request(folder, tmp_path / "out", form, recipe=recipe, force=True)
+        assert export(request).names == "own"
+        with pytest.raises(UsageError, match="not known to be a built-in decoder's"):
+            export(replace(request, names="huggingface"))
+
+
+def test_a_model_that_is_not_the_recipes_is_not_renamed(tmp_path: Path, folder: Path) -> None:
+    other = recipe_of(layers=3)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.attention\.k\.weight has shape \(64, 128\), by .* none"):
+        export(Request(folder, tmp_path / "out", recipe=other))
+    assert export(Request(folder, tmp_path / "out", recipe=other, names="own")).names == "own"
+
+
+def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoints", 1, {"model": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))})
+    export(Request(folder, tmp_path / "model.pt", "torch"))
+    names = list(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert [n for n in names if n.endswith("weight")] == [f"{i}.weight" for i in range(12)]
+
+
+def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoints", 1, {"weights": nn.Linear(2, 2).state_dict()})
+    with pytest.raises(CheckpointError, match="holds no model"):
+        export(Request(folder, tmp_path / "out"))
+
+
+# -- where to
+
+
+def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, folder: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    export(Request(folder, output, shard_bytes=700_000))  # an empty folder holds nothing to lose
+    with pytest.raises(UsageError, match="is there already"):
+        export(Request(folder, output))
+    export(Request(folder, output, force=True))
+    assert names_in(output) == ["model.safetensors"]
+    (output / "notes.txt").touch()
+    with pytest.raises(UsageError, match=r"holds notes\.txt, which is no part of an export"):
+        export(Request(folder, output, force=True))
+    assert names_in(tmp_path) == ["checkpoints", "out"]
+
+
+def test_a_file_is_replaced_on_demand(tmp_path: Path, folder: Path) -> None:
+    output = tmp_path / "model.pt"
+    output.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="is there already"):
+        export(Request(folder, output, "torch"))
+    with pytest.raises(UsageError, match="is a file"):
+        export(Request(folder, output, force=True))
+    assert output.read_bytes() == b"mine"
+    export(Request(folder, output, "torch", force=True))
+    assert len(torch.load(output, weights_only=True)) == 39
+    with pytest.raises(UsageError, match="is a folder"):
+        export(Request(folder, tmp_path, "torch", force=True))
+    with pytest.raises(NotFound, match="no folder"):
+        export(Request(folder, tmp_path / "a" / "b"))
+
+
+def earlier(tmp_path: Path, folder: Path, form: Any) -> bytes:
+    """Makes an export and returns a part of it that must stay."""
+    export(Request(folder, tmp_path / "out", form))
+    return content(tmp_path / "out")
+
+
+def content(output: Path) -> bytes:
+    return (output / "model.safetensors" if output.is_dir() else output).read_bytes()
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond 1 MiB, in the middle of a write if need be."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, folder: Path, form: Any, small_files: None) -> None:
+    with pytest.raises(CheckpointError, match="out: cannot be written: File too large; nothing was left there"):
+        export(Request(folder, tmp_path / "out", form))
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_stopped_at_any_tensor_the_earlier_export_remains(tmp_path: Path, folder: Path, form: Any) -> None:
+    before = earlier(tmp_path, folder, form)
+    other = save(tmp_path / "checkpoints", 4, {"model": decoder(recipe_of(), seed=1)})
+    tensors = len(index.read_manifest(other).tensors)
+    for stop in (1, 20, tensors):
+        seen: list[int] = []
+
+        def interrupt(done: int, total: int, seen: list[int] = seen, stop: int = stop) -> None:
+            seen.append(done)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            export(Request(other, tmp_path / "out", form, force=True), interrupt)
+        assert names_in(tmp_path) == ["checkpoints", "out"]
+        assert content(tmp_path / "out") == before
+    export(Request(other, tmp_path / "out", form, force=True))
+    assert content(tmp_path / "out") != before
+
+
+def test_a_rename_that_fails_puts_the_earlier_export_back(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = earlier(tmp_path, folder, "safetensors")
+
+    def fail(self: Path, target: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(CheckpointError, match="cannot be written: Permission denied") as e:
+        export(Request(folder, tmp_path / "out", force=True))
+    assert "that you may write to" in str(e.value)
+    assert names_in(tmp_path) == ["checkpoints", "out"]
+    assert content(tmp_path / "out") == before
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = list(os.statvfs(tmp_path))
+    values[4] = 3  # f_bavail
+    monkeypatch.setattr(exporting.os, "statvfs", lambda _: os.statvfs_result(values))
+    with pytest.raises(CheckpointError, match=rf"\d+ bytes are needed, {3 * values[1]} are free(.|\n)*make room"):
+        export(Request(folder, tmp_path / "out"))
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_damage_is_named_and_leaves_nothing(tmp_path: Path, folder: Path, form: Any) -> None:
+    record = index.read_manifest(folder).tensors[-1].shards[0]
+    path = folder / record.file
+    data = bytearray(path.read_bytes())
+    data[record.offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=path.name):
+        export(Request(folder, tmp_path / "out", form))
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def watch(fd: int) -> None:
+        done.append(Path(f"/proc/self/fd/{fd}").readlink().name.split(".")[-1])
+        fsync(fd)
+
+    def named(self: Path, target: Path) -> Path:
+        done.append("named")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    monkeypatch.setattr(Path, "replace", named)
+    export(Request(folder, tmp_path / "out", recipe=recipe_of(), shard_bytes=2_000_000))
+    assert done[:4] == ["safetensors", "safetensors", "json", "json"]
+    assert done[5:] == ["named", tmp_path.name]
