@@ -24,6 +24,7 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background, Inline, Outcome, Worker, WriterDied
 from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
 from clustertrain.checkpoint.reader import Reader
+from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.staging import Staging
 from clustertrain.checkpoint.state import collect
 from clustertrain.checkpoint.storage import StorageError
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0  # for the slowest rank's part, from when rank 0 has written its own
 CPU = torch.device("cpu")
+KEEP = Policy()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class CheckpointManager:
         *,
         attempt: str,
         layout: Mapping[str, Any],
-        keep: int = 3,
+        policy: Policy = KEEP,
         engine: str = "raw",
         background: bool = True,
         device: torch.device = CPU,
@@ -119,7 +121,7 @@ class CheckpointManager:
         self._ranks = ranks
         self._attempt = attempt
         self._layout = dict(layout)
-        self._keep = keep
+        self._policy = policy
         self._engine = engine
         self._about = dict(about or {})
         self._on_commit = on_commit
@@ -188,7 +190,7 @@ class CheckpointManager:
                 reason=reason,
                 metric=metric,
                 about=self._about,
-                keep=self._keep,
+                policy=self._policy,
                 patience_s=PATIENCE_S,
             )
         flight = _Flight(write, commit, self._stagings[number], started, 0.0)

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.checkpoint import integrity, offline, points
+from clustertrain.checkpoint import integrity, offline, points, retention
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.engines import engine
 from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
+from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.segments import Place, Segment
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError
@@ -40,7 +41,8 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and keep ``keep``.
+    """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and delete what
+    ``policy`` does not keep.
     ``patience_s`` is for the slowest rank, from when this one has written."""
 
     step: int
@@ -54,7 +56,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: Reason
     metric: Metric | None
     about: dict[str, Any]
-    keep: int
+    policy: Policy
     patience_s: float
 
 
@@ -95,6 +97,7 @@ def write(job: Write, memory: memoryview) -> int:
     beside = threading.Thread(target=hash_all)
     beside.start()
     try:
+        _clear(folder, job.rank)
         points.reached("before writing", job.rank)
         places = engine(job.engine).write(folder, job.rank, job.segments, memory)
     finally:
@@ -105,6 +108,15 @@ def write(job: Write, memory: memoryview) -> int:
     part = Part(segments=job.segments, places=places, blocks=blocks, own=job.own)
     fsio.write_bytes(_done_file(folder, job.rank), msgspec.json.encode(part))
     return sum(s.nbytes for s in job.segments)
+
+
+def _clear(folder: Path, rank: int) -> None:
+    """Remove what a writer that was killed has left of the same part."""
+    for path in (*folder.glob(f"rank-{rank}.*"), folder / f"rank-{rank}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]) -> int:
@@ -133,7 +145,7 @@ def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]
         raise
     if may_prune():
         points.reached("while pruning", 0)
-        _retire(Path(job.root), job.keep)
+        _retire(Path(job.root), job.policy)
     return manifest.bytes
 
 
@@ -203,10 +215,10 @@ def publish(staging: Path, final: Path) -> None:
         shutil.rmtree(old)
 
 
-def _retire(root: Path, keep: int) -> None:
+def _retire(root: Path, policy: Policy) -> None:
     try:
         # Without reading all bytes again: that would take as long as a restore, at every save.
-        offline.prune(root, keep, good=offline.looks_whole)
+        retention.apply(root, policy, good=offline.looks_whole)
     except (OSError, StorageError) as e:
         # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
         log.warning("old checkpoints in %s could not be deleted: %s", root, e)

@@ -115,7 +115,7 @@ def save_what_was_restored() -> None:
 
     def restore(self: Keeping, state: Any, seed: int) -> int:
         step = original(self, state, seed)
-        self.save(step + 1, state, "end")
+        self.save(step + 1, state, "end", {})
         return step
 
     Keeping.restore = restore  # type: ignore[method-assign]

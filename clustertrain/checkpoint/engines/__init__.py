@@ -25,7 +25,8 @@ class Engine(Protocol):
     name: str
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
-        """Write the segments of ``rank`` into files of its own in ``folder``; durable when it returns.
+        """Write the segments of ``rank`` into files ``rank-<r>.…`` or a folder ``rank-<r>`` of its own in ``folder``,
+        never over what is there; durable when it returns.
 
         Args:
             memory: the staging memory, that ``Segment.at`` counts in.

@@ -19,7 +19,7 @@ class RawEngine:
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         name = f"rank-{rank}.bin"
-        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
         try:
             places, offset = [], 0
             for segment in segments:

@@ -20,6 +20,7 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.engines import raw_engine
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, NotFound
 
@@ -72,7 +73,9 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manager(root: Path) -> CheckpointManager:
-    return CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, keep=3, background=False)
+    return CheckpointManager(
+        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=Policy(keep=3), background=False
+    )
 
 
 def flip(path: Path, at: int = 10) -> None:
@@ -330,7 +333,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     step, n = (3 if same_step else 6), 0
     while True:
         shutil.rmtree(root, ignore_errors=True)
-        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, keep=1, background=False)
+        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, policy=Policy(keep=1), background=False)
         first.save(3, make_state(1))
         old = offline.digest(offline.find(root))
         with monkeypatch.context() as patch:
@@ -341,7 +344,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
             except Killed:
                 finished = False
         new_state = make_state(5)
-        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, keep=1, background=False)
+        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, policy=Policy(keep=1), background=False)
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"
         assert restored.skipped == []
