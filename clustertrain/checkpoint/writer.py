@@ -18,7 +18,7 @@ import msgspec
 from clustertrain import clock, fsio
 from clustertrain.checkpoint import integrity, offline, points, retention
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.engines import engine
+from clustertrain.checkpoint.engines import Engine, engine
 from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.segments import Place, Segment
@@ -97,9 +97,10 @@ def write(job: Write, memory: memoryview) -> int:
     beside = threading.Thread(target=hash_all)
     beside.start()
     try:
-        _clear(folder, job.rank)
+        by = engine(job.engine)
+        _clear(folder, by, job.rank)
         points.reached("before writing", job.rank)
-        places = engine(job.engine).write(folder, job.rank, job.segments, memory)
+        places = by.write(folder, job.rank, job.segments, memory)
     finally:
         beside.join()
     if failed:
@@ -110,13 +111,14 @@ def write(job: Write, memory: memoryview) -> int:
     return sum(s.nbytes for s in job.segments)
 
 
-def _clear(folder: Path, rank: int) -> None:
+def _clear(folder: Path, by: Engine, rank: int) -> None:
     """Remove what a writer that was killed has left of the same part."""
-    for path in (*folder.glob(f"rank-{rank}.*"), folder / f"rank-{rank}"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    for pattern in by.patterns:
+        for path in folder.glob(pattern.format(rank=rank)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]) -> int:

@@ -16,6 +16,7 @@ CHUNK_BYTES = 16 << 20
 
 class RawEngine:
     name = "raw"
+    patterns = ("rank-{rank}.bin",)
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         name = f"rank-{rank}.bin"
