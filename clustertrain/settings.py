@@ -11,6 +11,9 @@ HOME = "CLUSTERTRAIN_HOME"
 CLUSTER = "CLUSTERTRAIN_CLUSTER"
 CLUSTER_PATH = "CLUSTERTRAIN_CLUSTER_PATH"  # more folders with profiles, separated by ':'
 
+# Set by tests of the checkpoints, see checkpoint/points.py.
+FAULT_AT = "CLUSTERTRAIN_FAULT_AT"
+
 # Set by job.sh, batch and the agent for the processes below them.
 RUN_DIR = "CLUSTERTRAIN_RUN_DIR"
 ATTEMPT = "CLUSTERTRAIN_ATTEMPT"

@@ -6,11 +6,12 @@ A group of its own, because a collective of the training loop in flight on the s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from clustertrain.checkpoint.trouble import Trouble
 
 
 class Ranks:
@@ -49,14 +50,9 @@ class Ranks:
         dist.broadcast(buffer, group=self._group, group_src=0)
         return json.loads(buffer.numpy().tobytes())
 
-    def troubles(self, mine: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """What went wrong on any rank, with its number before ``why``; empty when all is well. The same list on every
-        rank."""
-        told = self.gather(mine)
-        found: list[dict[str, Any]] = self.broadcast(numbered(told))
-        return found
-
-
-def numbered(told: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """The troubles of all ranks, in rank order, each with its rank's number before ``why``."""
-    return [{**t, "why": f"rank {r}: {t['why']}"} for r, t in enumerate(told) if t is not None]
+    def troubles(self, mine: Trouble | None) -> list[Trouble]:
+        """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
+        well. The same list on every rank."""
+        everybody = self.gather(None if mine is None else {"why": mine.why, "of": mine.of})
+        found = [{**t, "why": f"rank {r}: {t['why']}"} for r, t in enumerate(everybody) if t is not None]
+        return [Trouble(**t) for t in self.broadcast(found)]

@@ -1,4 +1,4 @@
-"""Blocks of bytes: read one shard with its checksum, and the overlap of two blocks of a tensor."""
+"""Read shards, or parts of them, with their checksums; and the overlap of two blocks of a tensor."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertrain.checkpoint.manifest import Damaged, ShardRecord, checksum
+from clustertrain.checkpoint.integrity import BLOCK_BYTES, aligned, first_bad
+from clustertrain.checkpoint.manifest import Damaged, ShardRecord
 from clustertrain.checkpoint.storage import patiently
+
+# In one call to the kernel: several blocks, few enough that they are still in the processor's cache when hashed.
+_AT_ONCE = 4 * BLOCK_BYTES
 
 
 def read_shard(folder: Path, shard: ShardRecord) -> bytearray:
-    """The bytes of ``shard``.
+    """The bytes of ``shard``. Raises as :func:`read_into`."""
+    data = bytearray(shard.nbytes)
+    read_into(memoryview(data), folder, shard, 0)
+    return data
+
+
+def read_into(into: memoryview, folder: Path, shard: ShardRecord, low: int) -> None:
+    """Fill ``into`` with the bytes of ``shard`` from ``low`` on, verified.
 
     Raises:
         Damaged: the file is missing, too short, or its bytes are not those that were written.
         StorageError: it cannot be read, now at least.
     """
     path = folder / shard.file
-    data = bytearray(shard.nbytes)
-    view = memoryview(data)
+    high = low + len(into)
 
     def read() -> None:
         fd = os.open(path, os.O_RDONLY)
         try:
-            done = 0
-            while done < shard.nbytes:
-                got = os.preadv(fd, [view[done:]], shard.offset + done)
-                if got == 0:
-                    raise Damaged(f"{path}: ends at byte {shard.offset + done}, more were written")
-                done += got
+            _read(fd, path, shard, low, high, into)
         finally:
             os.close(fd)
 
@@ -37,9 +42,36 @@ def read_shard(folder: Path, shard: ShardRecord) -> bytearray:
         patiently(read, path)
     except OSError as e:
         raise Damaged(f"{path}: {e.strerror or e}") from e
-    if checksum(view) != shard.checksum:
-        raise Damaged(f"{path}: checksum of bytes {shard.offset} to {shard.offset + shard.nbytes} differs")
-    return data
+
+
+def _read(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: memoryview) -> None:
+    """Whole blocks go where they belong; a block that sticks out at either end is read beside and cut."""
+    at, end = aligned(low, high, shard.nbytes)
+    while at < end:
+        # The blocks from here on that are wanted as a whole; the last one of a shard may be short.
+        whole = end if end <= high else end - BLOCK_BYTES
+        stop = min(at + _AT_ONCE, whole) if low <= at < whole else min(at + BLOCK_BYTES, end)
+        cut = at < low or stop > high
+        data = memoryview(bytearray(stop - at)) if cut else into[at - low : stop - low]
+        _pread(fd, path, data, shard.offset + at)
+        bad = first_bad(data, shard.blocks, at // BLOCK_BYTES)
+        if bad is not None:
+            first = shard.offset + bad * BLOCK_BYTES
+            last = shard.offset + min(shard.nbytes, (bad + 1) * BLOCK_BYTES)
+            raise Damaged(f"{path}: checksum of bytes {first} to {last} differs")
+        if cut:
+            begin, finish = max(at, low), min(stop, high)
+            into[begin - low : finish - low] = data[begin - at : finish - at]
+        at = stop
+
+
+def _pread(fd: int, path: Path, into: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(into):
+        got = os.preadv(fd, [into[done:]], offset + done)
+        if got == 0:
+            raise Damaged(f"{path}: ends at byte {offset + done}, more were written")
+        done += got
 
 
 def overlap(
@@ -54,3 +86,24 @@ def overlap(
         in_a.append(slice(low - sa, high - sa))
         in_b.append(slice(low - sb, high - sb))
     return tuple(in_a), tuple(in_b)
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """Of a block in C order, in elements."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= n
+    return strides
+
+
+def span(part: Sequence[slice], shape: Sequence[int]) -> tuple[int, int, bool]:
+    """From which element to which (exclusive) ``part`` of a block in C order reaches, and whether it is all of that."""
+    strides = strides_of(shape)
+    first = sum(s.start * stride for s, stride in zip(part, strides, strict=True))
+    last = sum((s.stop - 1) * stride for s, stride in zip(part, strides, strict=True))
+    count = 1
+    for s in part:
+        count *= s.stop - s.start
+    return first, last + 1, last + 1 - first == count

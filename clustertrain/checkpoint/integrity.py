@@ -15,9 +15,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 def block_checksums(data: memoryview) -> str:
     """The xxh3-64 of each block, in hex, one after another; of no bytes the empty string."""
-    return "".join(
-        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
-    )
+    return "".join(xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
 
 
 def over(blocks: str) -> str:
@@ -42,5 +40,3 @@ def aligned(low: int, high: int, size: int) -> tuple[int, int]:
 
 def count(blocks: str) -> int:
     return len(blocks) // _DIGITS
-
-

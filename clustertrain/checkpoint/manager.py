@@ -1,9 +1,15 @@
-"""Save and restore, all ranks together; keep the last few."""
+"""Save and restore, all ranks together.
+
+A save is a copy of the state into memory, for which the ranks wait, and a write to disk by processes of their own, for
+which they do not. What became of it the ranks tell each other at the next save or at the end.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,27 +17,39 @@ from typing import Any
 
 import torch
 
-from clustertrain import clock, fsio
+from clustertrain import clock
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.agree import Ranks, numbered
-from clustertrain.checkpoint.manifest import Damaged, Manifest
+from clustertrain.checkpoint import points
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.background import Background, Inline, Outcome, Worker, WriterDied
+from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
 from clustertrain.checkpoint.reader import Reader
+from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.staging import Staging
 from clustertrain.checkpoint.state import collect
-from clustertrain.checkpoint.storage import FULL, StorageError
+from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.trouble import Trouble, error, told
 from clustertrain.checkpoint.union import Share, agree
-from clustertrain.checkpoint.writer import merge, write_blocks
+from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 600.0  # for the slowest rank's part, from when rank 0 has written its own
+CPU = torch.device("cpu")
+KEEP = Policy()
+
 
 @dataclass(frozen=True)
 class Saved:
+    """``stall_s``: what training waited for. ``save_s``: from the call to the commit. ``bytes``: of all files."""
+
     step: int
     path: Path
     bytes: int
+    stall_s: float
     save_s: float
+    reason: Reason = "interval"
 
 
 @dataclass(frozen=True)
@@ -46,42 +64,269 @@ class Restored:
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
-class CheckpointManager:
-    """Checkpoints in ``root``. Its methods are collective: all ranks call them together."""
+@dataclass
+class _Flight:
+    """A save under way on this rank; ``commit`` on rank 0 alone. ``sending`` is a thread that waits for a GPU."""
 
-    def __init__(self, root: Path, ranks: Ranks, *, attempt: str, layout: Mapping[str, Any], keep: int = 3) -> None:
+    write: Write
+    commit: Commit | None
+    staging: Staging
+    started: float
+    stall_s: float
+    sending: threading.Thread | None = None
+    written: Outcome | None = None
+    committed: Outcome | None = None
+    retried: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.write.step
+
+    def answered(self) -> bool:
+        """Whether this rank's processes have said all that they will."""
+        return self.written is not None and (self.commit is None or self.committed is not None)
+
+    @property
+    def trouble(self) -> Trouble | None:
+        for outcome in (self.written, self.committed):
+            if outcome is not None and outcome.trouble is not None:
+                return outcome.trouble
+        return None
+
+
+class CheckpointManager:
+    """Checkpoints in ``root``. Its methods are collective, all ranks call them together, but for :meth:`poll` and
+    :meth:`close`.
+
+    Host memory: one copy of the rank's part of the state, on a GPU two of them, so that one can be filled while the
+    other is being written.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        ranks: Ranks,
+        *,
+        attempt: str,
+        layout: Mapping[str, Any],
+        policy: Policy = KEEP,
+        engine: str = "raw",
+        background: bool = True,
+        device: torch.device = CPU,
+        about: Mapping[str, Any] | None = None,
+        on_commit: Callable[[Saved], None] = lambda saved: None,
+    ) -> None:
+        """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first."""
         self._root = root
         self._ranks = ranks
         self._attempt = attempt
         self._layout = dict(layout)
-        self._keep = keep
+        self._policy = policy
+        self._engine = engine
+        self._about = dict(about or {})
+        self._on_commit = on_commit
+        self._worker: Worker = Background(engine) if background else Inline()
+        self._background = background
+        self._stagings = [Staging(root, device) for _ in range(2 if device.type == "cuda" else 1)]
+        self._flights: deque[_Flight] = deque()
+        self._saves = 0
+        self._heard: set[int] = set()
+
+    def start(self) -> None:
+        """Begin to start the process that writes, ahead of the first save. Not collective."""
+        if isinstance(self._worker, Background):
+            self._worker.start()
 
     # -- save
 
-    def save(self, step: int, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> Saved:
-        """Write and commit a checkpoint. A committed one of the same step is replaced only by a committed one.
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+        *,
+        reason: Reason = "interval",
+        metric: Metric | None = None,
+        wait: bool = False,
+    ) -> Saved | None:
+        """Begin to save, and with ``wait`` see it committed; returns what was saved then. Waits for an earlier save
+        that is still under way and has the memory that this one needs. A committed checkpoint of the same step is
+        replaced only by a committed one.
 
         Raises:
-            StorageError: on every rank, when any of them could not write. Nothing is committed then, and the older
-                checkpoints are as they were.
+            StorageError: on every rank, when any of them could not write, this time or the last. Nothing was committed
+                then, and the older checkpoints are as they were.
             CheckpointError: likewise, where the state is one that cannot be saved.
         """
         started = clock.monotonic()
-        failure = f"{self._root}: the checkpoint of step {step} was not saved"
-        share, own = self._share(state, rank_state or {}, failure)
-        staging = index.staging_folder(self._root, step, self._attempt)
-        self._on_rank_0(lambda: _fresh_folder(staging), f"{staging}: cannot be made")
-        told: dict[str, Any] = {"trouble": None, "own": own}
-        try:
-            told["records"] = write_blocks(staging, self._ranks.rank, share.blocks)
-        except OSError as e:
-            told["trouble"] = _told(e)
-        everybody = self._ranks.gather(told)
-        size = self._on_rank_0(lambda: self._commit(step, staging, everybody, share.values), failure)
-        saved = Saved(step, index.step_folder(self._root, step), size, clock.monotonic() - started)
+        while len(self._flights) >= len(self._stagings):
+            self._land()
+        points.reached("before staging", self._ranks.rank)
+        share, own = self._share(state, rank_state or {}, _failure(self._root, step))
+        folder = index.staging_folder(self._root, step, self._attempt)
+        self._on_rank_0(lambda: _fresh_folder(folder), f"{folder}: cannot be made")
+        number = self._saves % len(self._stagings)
+        self._saves += 1
+        write = Write(
+            step=step,
+            folder=str(folder),
+            rank=self._ranks.rank,
+            engine=self._engine,
+            memory=number,
+            segments=[],
+            own=own,
+        )
+        commit = None
         if self._ranks.rank == 0:
-            self._retire()
+            commit = Commit(
+                step=step,
+                folder=str(folder),
+                root=str(self._root),
+                engine=self._engine,
+                world_size=self._ranks.world_size,
+                torch=str(torch.__version__),
+                layout=self._layout,
+                values=share.values,
+                reason=reason,
+                metric=metric,
+                about=self._about,
+                policy=self._policy,
+                patience_s=PATIENCE_S,
+            )
+        flight = _Flight(write, commit, self._stagings[number], started, 0.0)
+        self._flights.append(flight)
+        self._stage(flight, share)
+        flight.stall_s = clock.monotonic() - started
+        if not (wait or isinstance(self._worker, Inline)):
+            return None
+        return self.settle()
+
+    def _stage(self, flight: _Flight, share: Share) -> None:
+        points.reached("while staging", self._ranks.rank)
+        try:
+            segments = flight.staging.fill(share.blocks)
+        except OSError as e:  # told to the others when they land
+            flight.written = Outcome(step=flight.step, of="write", ended=clock.monotonic(), trouble=told(e))
+            if flight.commit is not None:
+                flight.committed = flight.written
+            return
+        flight.write.segments.extend(segments)
+        points.reached("staged", self._ranks.rank)
+        if flight.staging.asynchronous:
+            flight.sending = threading.Thread(target=self._send, args=(flight,))
+            flight.sending.start()
+        else:
+            self._send(flight)
+
+    def _send(self, flight: _Flight) -> None:
+        flight.staging.ready()
+        if flight.written is None:
+            self._worker.submit(flight.write, flight.staging)
+        if flight.commit is not None and flight.committed is None:
+            self._worker.submit(flight.commit, None)
+
+    def settle(self) -> Saved | None:
+        """Wait until every save is committed; returns the last one.
+
+        Raises:
+            StorageError, CheckpointError: as :meth:`save`.
+        """
+        saved = None
+        while self._flights:
+            saved = self._land()
         return saved
+
+    def _land(self) -> Saved:
+        """Bring the oldest flight to its end, on all ranks alike."""
+        flight = self._flights[0]
+        self._await(flight, lambda: flight.written is not None)
+        trouble = flight.written.trouble if flight.written is not None else None
+        troubles = self._ranks.troubles(trouble)
+        if troubles and flight.commit is not None:
+            self._worker.abandon(flight.step)
+        self._await(flight, flight.answered)
+        self._flights.popleft()
+        failure = _failure(self._root, flight.step)
+        if troubles:
+            self._on_rank_0(lambda: shutil.rmtree(flight.write.folder, ignore_errors=True), failure)
+            raise error(failure, troubles)
+        size, save_s = self._on_rank_0(lambda: _committed(flight), failure)
+        saved = self._saved(flight, size, save_s)
+        self._tell(saved)
+        return saved
+
+    def _saved(self, flight: _Flight, size: int, save_s: float) -> Saved:
+        reason = flight.commit.reason if flight.commit is not None else "interval"
+        path = index.step_folder(self._root, flight.step)
+        return Saved(flight.step, path, size, flight.stall_s, save_s, reason)
+
+    def _tell(self, saved: Saved) -> None:
+        if saved.step not in self._heard:
+            self._heard.add(saved.step)
+            self._on_commit(saved)
+
+    def poll(self) -> bool:
+        """Whether a save of this rank has failed since, so that all ranks should :meth:`settle`. Does not wait."""
+        while self._flights and self._take(0.0):
+            pass
+        for flight in self._flights:
+            if flight.commit is not None and flight.committed is not None and flight.committed.trouble is None:
+                self._tell(self._saved(flight, *_committed(flight)))
+        return any(f.trouble is not None for f in self._flights)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Let the process that writes go when it is done; wait for it that long, so that what it does is not cut off by
+        the end of the job."""
+        until = clock.monotonic() + timeout_s
+        while self._flights and not self._flights[-1].answered() and (left := until - clock.monotonic()) > 0:
+            self._take(left)
+        self.poll()
+        self._worker.close()
+        for staging in self._stagings:
+            staging.close()
+
+    def _await(self, flight: _Flight, done: Callable[[], bool]) -> None:
+        if flight.sending is not None:
+            flight.sending.join()
+        while not done():
+            self._take(None)
+
+    def _take(self, timeout_s: float | None) -> bool:
+        """Take one outcome; False: there was none in time."""
+        try:
+            outcome = self._worker.outcome(timeout_s)
+        except WriterDied as e:
+            self._again(e)
+            return True
+        if outcome is None:
+            return False
+        for flight in self._flights:
+            if flight.step == outcome.step:
+                if outcome.of == "write":
+                    flight.written = outcome
+                else:
+                    flight.committed = outcome
+        return True
+
+    def _again(self, e: WriterDied) -> None:
+        """Another process goes on with what the dead one left, once: its memory is still there."""
+        for flight in self._flights:
+            if flight.answered():
+                continue
+            if not flight.retried:
+                log.warning("%s; another one goes on with step %d", e, flight.step)
+                flight.retried = True
+                self._send(flight)
+                continue
+            failed = Outcome(
+                step=flight.step,
+                of="write",
+                ended=clock.monotonic(),
+                trouble=Trouble(why=f"{e}, twice", of="storage"),
+            )
+            flight.written = flight.written or failed
+            if flight.commit is not None:
+                flight.committed = flight.committed or failed
 
     def _share(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str) -> tuple[Share, Any]:
         """What this rank writes, and the JSON values of its own."""
@@ -89,10 +334,10 @@ class CheckpointManager:
         try:
             collected = collect(state, rank_state, self._ranks.rank)
         except CheckpointError as e:
-            trouble = _told(e)
+            trouble = told(e)
         troubles = self._ranks.troubles(trouble)
         if troubles or collected is None:
-            raise _error(failure, troubles)
+            raise error(failure, troubles)
         optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
         return agree(self._ranks, collected, optimizers), collected.own
 
@@ -103,43 +348,12 @@ class CheckpointManager:
             try:
                 outcome = {"value": act()}
             except (OSError, CheckpointError) as e:
-                outcome = {"trouble": _told(e)}
+                trouble = told(e)
+                outcome = {"trouble": {"why": trouble.why, "of": trouble.of}}
         outcome = self._ranks.broadcast(outcome)
         if "trouble" in outcome:
-            raise _error(failure, [outcome["trouble"]])
+            raise error(failure, [Trouble(**outcome["trouble"])])
         return outcome["value"]
-
-    def _commit(self, step: int, staging: Path, everybody: list[dict[str, Any]], values: dict[str, Any]) -> int:
-        try:
-            troubles = numbered([t["trouble"] for t in everybody])
-            if troubles:
-                raise _error("", troubles)
-            names = [index.rank_file(r) for r in range(len(everybody))]
-            manifest = Manifest(
-                format=index.FORMAT,
-                torch=str(torch.__version__),
-                step=step,
-                world_size=len(everybody),
-                engine="raw",
-                layout=self._layout,
-                files={n: (staging / n).stat().st_size for n in names},
-                tensors=merge(r for t in everybody for r in t["records"]),
-                values={**values, "ranks": {str(r): t["own"] for r, t in enumerate(everybody)}},
-            )
-            index.write_manifest(staging, manifest)
-            _publish(staging, index.step_folder(self._root, step))
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        return manifest.bytes
-
-    def _retire(self) -> None:
-        try:
-            # Without reading all bytes again: that would take as long as a restore, at every save.
-            offline.prune(self._root, self._keep, good=offline.looks_whole)
-        except (OSError, StorageError) as e:
-            # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
-            log.warning("old checkpoints in %s could not be deleted: %s", self._root, e)
 
     # -- restore
 
@@ -171,15 +385,15 @@ class CheckpointManager:
                 same_world = manifest.world_size == self._ranks.world_size
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
             except (Damaged, StorageError) as e:
-                trouble = _told(e)
+                trouble = told(e)
             troubles = self._ranks.troubles(trouble)
             if not troubles:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
                 return Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
-            if any(t["of"] != "state" for t in troubles):
-                raise _error(f"{folder}: cannot be read", troubles)
-            skipped.append({"step": step, "path": str(folder), "why": "; ".join(t["why"] for t in troubles)})
+            if any(t.of != "state" for t in troubles):
+                raise error(f"{folder}: cannot be read", troubles)
+            skipped.append({"step": step, "path": str(folder), "why": "; ".join(t.why for t in troubles)})
         if skipped:
             listed = "\n  ".join(s["why"] for s in skipped)
             raise CheckpointError(
@@ -195,29 +409,28 @@ class CheckpointManager:
             final = self._root / old.name.removeprefix(".old-")
             if final.exists():
                 shutil.rmtree(old)
-            else:  # killed between the two renames of _publish
+            else:  # killed between the two renames of writer.publish
                 old.rename(final)
         for staging in self._root.glob(".step-*"):
-            shutil.rmtree(staging)
+            # A writer that has outlived its rank may be at work in it, and fails when it is gone.
+            shutil.rmtree(staging, ignore_errors=True)
 
 
-def _told(e: OSError | CheckpointError) -> dict[str, Any]:
-    """A failure as ranks tell it to each other: ``why``, and whether it is ``of`` the checkpoint's own content
-    ("state"), a "full" disk, or a file system that may do better next time ("storage")."""
-    if isinstance(e, OSError):
-        return {"why": str(e), "of": "full" if e.errno in FULL else "storage"}
-    if isinstance(e, StorageError):
-        return {"why": e.message, "of": "full" if e.full else "storage"}
-    return {"why": e.message, "of": "state"}
+def _failure(root: Path, step: int) -> str:
+    return f"{root}: the checkpoint of step {step} was not saved"
 
 
-def _error(failure: str, troubles: list[dict[str, Any]]) -> CheckpointError:
-    """One exception for the troubles of all ranks. What would not go away by itself decides."""
-    message = ": ".join(p for p in (failure, "; ".join(t["why"] for t in troubles)) if p)
-    causes = {t["of"] for t in troubles}
-    if "full" in causes:
-        return StorageError(message, full=True)
-    return StorageError(message) if "storage" in causes else CheckpointError(message)
+def _committed(flight: _Flight) -> tuple[int, float]:
+    """Bytes, and seconds since the save began.
+
+    Raises:
+        CheckpointError: the commit failed.
+    """
+    outcome = flight.committed
+    assert outcome is not None
+    if outcome.trouble is not None:
+        raise error("", [outcome.trouble])
+    return outcome.bytes, outcome.ended - flight.started
 
 
 def _fresh_folder(folder: Path) -> None:
@@ -225,18 +438,6 @@ def _fresh_folder(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(mode=0o750)
-
-
-def _publish(staging: Path, final: Path) -> None:
-    """Give a complete checkpoint its name. What it replaces goes last; :meth:`CheckpointManager._sweep` brings it back
-    after a kill in between."""
-    old = index.replaced_folder(final)
-    if final.exists():
-        final.rename(old)
-    staging.rename(final)
-    fsio.fsync_folder(final.parent)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def _set_aside(skipped: list[dict[str, Any]]) -> None:

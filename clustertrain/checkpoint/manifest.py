@@ -1,8 +1,8 @@
 """The index of one checkpoint, and where its files lie.
 
 checkpoints/step-00000500/
-  rank-0.bin rank-1.bin …   shards, one after another, raw bytes in C order
-  manifest.json             what lies where, with a checksum a shard
+  rank-0.bin rank-1.bin …   shards, one after another, raw bytes in C order (other engines have other files)
+  manifest.json             what lies where, with the checksums
   COMMITTED                 checksum of the manifest; written last
 checkpoints/.step-00000500-<attempt>        a save under way (or killed), never read
 checkpoints/.old-step-00000500              what a save of the same step replaces, until it has
@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
 from clustertrain import fsio
+from clustertrain.checkpoint.integrity import checksum
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 
 _NAME = re.compile(r"(damaged-)?step-(\d{8,})")
 
 Kind = Literal["model", "optimizer", "other"]
+# "stop": made because the job was being ended, whenever that was.
+Reason = Literal["interval", "stop", "end"]
 
 
 class Damaged(CheckpointError):
@@ -36,13 +38,15 @@ class Damaged(CheckpointError):
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``."""
+    """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``.
+    For ``blocks`` and ``checksum`` see :mod:`~clustertrain.checkpoint.integrity`."""
 
     file: str
     offset: int
     nbytes: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    blocks: str
     checksum: str
 
 
@@ -57,12 +61,24 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardRecord, ...]
 
 
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides which checkpoints are the best."""
+
+    name: str
+    value: float | None
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``about`` says what made it: versions, recipe, data."""
+
     format: int
     torch: str
     step: int
     world_size: int
     engine: str
+    reason: Reason = "interval"
+    metric: Metric | None = None
+    about: dict[str, Any] = {}
     layout: dict[str, Any]
     files: dict[str, int]  # name -> size in bytes
     tensors: tuple[TensorRecord, ...]
@@ -79,14 +95,6 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     step: int
     manifest_xxh3_128: str
-
-
-def checksum(data: bytes | memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank}.bin"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -161,10 +169,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{folder}: {Path(str(e.filename)).name} is missing") from e
     except msgspec.MsgspecError as e:
         raise Damaged(f"{folder}: cannot be read: {e}") from e
-    if marker.format > FORMAT:
+    if marker.format != FORMAT:
         raise CheckpointError(
-            f"{folder}: written in format {marker.format}, this clustertrain reads up to {FORMAT}",
-            fix="use the version that wrote it, or a newer one",
+            f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT}",
+            fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT else ""),
         )
     if checksum(data) != marker.manifest_xxh3_128:
         raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ from torch import nn
 
 from clustertrain.checkpoint import state as objects
 from clustertrain.checkpoint import tree
-from clustertrain.checkpoint.blocks import overlap, read_shard
-from clustertrain.checkpoint.manifest import Damaged, Manifest, TensorRecord
+from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
+from clustertrain.checkpoint.integrity import BLOCK_BYTES
+from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
 from clustertrain.errors import CheckpointError
 
 Finish = Callable[[], None]
+# Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
+_THREADS = 4
+_PIECE_BYTES = 16 * BLOCK_BYTES  # of a large shard, for one thread
 
 
 class Reader:
@@ -26,6 +32,8 @@ class Reader:
         self._folder = folder
         self._manifest = manifest
         self._tensors = {t.name: t for t in manifest.tensors}
+        self._pool: ThreadPoolExecutor | None = None
+        self._reading: list[Future[None]] = []
 
     def load(self, state: dict[str, Any]) -> Finish:
         """Fill the modules of ``state`` in place and read the rest beside it; the returned call puts that in force.
@@ -45,15 +53,26 @@ class Reader:
             )
         names = objects.parameter_names(state)
         todo: list[Finish] = []
-        for key, value in state.items():
-            if isinstance(value, nn.Module):
-                todo.append(self._load_module(key, value))
-            elif isinstance(value, torch.optim.Optimizer):
-                todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
-            else:
-                todo.append(self._load_other(key, value, state))
-
+        pool = self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "restore")
+        try:
+            for key, value in state.items():
+                if isinstance(value, nn.Module):
+                    todo.append(self._load_module(key, value))
+                elif isinstance(value, torch.optim.Optimizer):
+                    todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
+                else:
+                    todo.append(self._load_other(key, value, state))
+            self._all_read()
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error the rest is not worth reading
+            self._pool = None
         return lambda: _call_all(todo)
+
+    def _all_read(self) -> None:
+        """Wait for what is being read. Raises the first failure."""
+        reading, self._reading = self._reading, []
+        for piece in reading:
+            piece.result()
 
     def rank_state(self, rank: int) -> Any:
         """What this rank number saved for itself."""
@@ -67,30 +86,65 @@ class Reader:
         return self._tensors[name]
 
     def _whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, there when this returns."""
         record = self._record(name)
         tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         self._fill(objects.block(name, "other", tensor))
+        self._all_read()
         return tensor
 
     def _fill(self, block: objects.Block) -> None:
+        """Begin to fill ``block.local``; :meth:`_all_read` sees the end of it."""
         record = self._record(block.name)
         if record.shape != block.shape:
             raise CheckpointError(
                 f"{self._folder}: {block.name} has shape {record.shape} there and {block.shape} here",
                 fix="was the model changed?",
             )
-        dtype = getattr(torch, record.dtype)
         filled = 0
         for shard in record.shards:
             common = overlap(shard.start, shard.shape, block.start, block.local.shape)
-            if common is None:
-                continue
-            data = torch.frombuffer(read_shard(self._folder, shard), dtype=dtype).reshape(shard.shape)
-            part = data[common[0]]
-            block.local[common[1]].copy_(part)
-            filled += part.numel()
+            if common is not None:
+                self._fill_part(block.local, record, shard, *common)
+                filled += block.local[common[1]].numel()
         if filled != block.local.numel():
             raise Damaged(f"{self._folder}: {block.name} is not there as a whole")
+
+    def _fill_part(
+        self,
+        local: torch.Tensor,
+        record: TensorRecord,
+        shard: ShardRecord,
+        there: tuple[slice, ...],
+        here: tuple[slice, ...],
+    ) -> None:
+        """Read the part ``there`` of a shard into the part ``here`` of a tensor: where both are in one piece, straight
+        into its memory."""
+        size = record.itemsize
+        low, high, dense = span(there, shard.shape)
+        first, last, straight = span(here, tuple(local.shape))
+        plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == getattr(torch, record.dtype)
+        if dense and straight and plain:
+            memory = local.detach().reshape(-1)[first:last].view(torch.uint8).numpy().data
+            for at in range(0, len(memory), _PIECE_BYTES):
+                self._begin(read_into, memory[at : at + _PIECE_BYTES], self._folder, shard, low * size + at)
+            return
+        into = local.detach()[here]
+        shape = tuple(into.shape)
+
+        def read() -> None:
+            data = bytearray((high - low) * size)
+            read_into(memoryview(data), self._folder, shard, low * size)
+            flat = torch.frombuffer(data, dtype=getattr(torch, record.dtype))
+            into.copy_(flat.as_strided(shape, strides_of(shard.shape)))
+
+        self._begin(read)
+
+    def _begin(self, act: Callable[..., None], *args: Any) -> None:
+        if self._pool is None:
+            act(*args)
+        else:
+            self._reading.append(self._pool.submit(act, *args))
 
     # -- objects
 
@@ -133,7 +187,7 @@ class Reader:
             for i, p in enumerate(group["params"], start=first):
                 slot = saved["state"].get(names[id(p)])
                 if slot:
-                    state[i] = tree.decode(slot, functools.partial(self._like, p))
+                    state[i] = tree.decode(slot, functools.partial(self._like, p), self._whole)
             groups.append({**option, "params": list(range(first, first + len(group["params"])))})
             first += len(group["params"])
 

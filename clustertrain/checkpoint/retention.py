@@ -30,8 +30,7 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError
 
-Reason = Literal["interval", "stop", "end"]  # a stop is a preemption or the time limit
-EMERGENCY: Reason = "stop"
+EMERGENCY: index.Reason = "stop"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Known:
     nan are no value."""
 
     step: int
-    reason: str = "interval"
+    reason: index.Reason = "interval"
     metric: float | None = None
 
 
@@ -93,20 +92,19 @@ def known(folder: Path, policy: Policy) -> Known:
     marker = folder / index.COMMITTED
     try:
         stamp = patiently(marker.stat, marker)
-        reason, name, value = _read(folder, stamp.st_ino, stamp.st_mtime_ns)
+        reason, metric = _read(folder, stamp.st_ino, stamp.st_mtime_ns)
     except StorageError:
         raise
     except (OSError, CheckpointError):
         return Known(step)
-    return Known(step, reason, value if name == policy.best else None)
+    return Known(step, reason, metric.value if metric is not None and metric.name == policy.best else None)
 
 
 # A large model's index has megabytes, and this is asked at every save. A save of the same step brings a new marker.
 @functools.lru_cache(maxsize=4096)
-def _read(folder: Path, inode: int, mtime_ns: int) -> tuple[str, str, float | None]:
+def _read(folder: Path, inode: int, mtime_ns: int) -> tuple[index.Reason, index.Metric | None]:
     manifest = index.read_manifest(folder)
-    metric = getattr(manifest, "metric", None) or {"name": "", "value": None}
-    return getattr(manifest, "reason", "interval"), metric["name"], metric["value"]
+    return manifest.reason, manifest.metric
 
 
 def choose(

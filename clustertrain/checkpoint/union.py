@@ -13,7 +13,7 @@ from typing import Any
 
 from clustertrain.checkpoint import tree
 from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.manifest import checksum
+from clustertrain.checkpoint.integrity import checksum
 from clustertrain.checkpoint.state import Block, Collected
 
 

@@ -1,100 +1,272 @@
-"""Write one rank's blocks to its data file."""
+"""Write one rank's part of a checkpoint, and commit what all ranks have written.
+
+The ranks' writers know nothing of each other but the folder. Each leaves a file ``.rank-<r>.done`` when its part is
+durable; rank 0's waits for all of them, writes the index, the marker last, and gives the folder its name.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
 
+from clustertrain import clock, fsio
+from clustertrain.checkpoint import integrity, offline, points, retention
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.manifest import ShardRecord, TensorRecord
-from clustertrain.checkpoint.state import Block
+from clustertrain.checkpoint.engines import Engine, engine
+from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
+from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.segments import Place, Segment
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError
 
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements in C order. Copies only what lies on a device or is not contiguous."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+log = logging.getLogger(__name__)
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank's part. ``memory`` says in which staging buffer it lies; ``own`` are the JSON values of this rank."""
+
+    step: int
+    folder: str
+    rank: int
+    engine: str
+    memory: int
+    segments: list[Segment]
+    own: Any
 
 
-def write_blocks(folder: Path, rank: int, blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """Write and fsync ``rank-<r>.bin``; returns a record a block, with the checksum of what was handed to the kernel.
+class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and delete what
+    ``policy`` does not keep.
+    ``patience_s`` is for the slowest rank, from when this one has written."""
+
+    step: int
+    folder: str
+    root: str
+    engine: str
+    world_size: int
+    torch: str
+    layout: dict[str, Any]
+    values: dict[str, Any]
+    reason: Reason
+    metric: Metric | None
+    about: dict[str, Any]
+    policy: Policy
+    patience_s: float
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has written, as its done-file says."""
+
+    segments: list[Segment]
+    places: list[Place]
+    blocks: list[str]
+    own: Any
+
+
+class Abandoned(CheckpointError):
+    """Somebody said to give up, since another rank could not write its part."""
+
+
+def _done_file(folder: Path, rank: int) -> Path:
+    return folder / f".rank-{rank}.done"
+
+
+def write(job: Write, memory: memoryview) -> int:
+    """Write a part and its done-file; returns its bytes. The checksums are those of the staged bytes, computed while
+    they are written.
 
     Raises:
         OSError: the disk is full, the quota is spent, …
     """
-    name = index.rank_file(rank)
-    records = []
-    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+    folder = Path(job.folder)
+    blocks: list[str] = []
+    failed: list[BaseException] = []
+
+    def hash_all() -> None:
+        try:
+            blocks.extend(integrity.block_checksums(memory[s.at : s.at + s.nbytes]) for s in job.segments)
+        except BaseException as e:  # raised again below, by the thread that waits for this one
+            failed.append(e)
+
+    beside = threading.Thread(target=hash_all)
+    beside.start()
     try:
-        offset = 0
-        for b in blocks:
-            data = as_bytes(b.local) if b.local.numel() else memoryview(b"")
-            _write_all(fd, data)
-            records.append(
-                {
-                    "name": b.name,
-                    "kind": b.kind,
-                    "dtype": str(b.local.dtype).removeprefix("torch."),
-                    "itemsize": b.local.element_size(),
-                    "shape": b.shape,
-                    "shard": {
-                        "file": name,
-                        "offset": offset,
-                        "nbytes": len(data),
-                        "start": b.start,
-                        "shape": tuple(b.local.shape),
-                        "checksum": index.checksum(data),
-                    },
-                }
-            )
-            offset += len(data)
-        os.fsync(fd)
+        by = engine(job.engine)
+        _clear(folder, by, job.rank)
+        points.reached("before writing", job.rank)
+        places = by.write(folder, job.rank, job.segments, memory)
     finally:
-        os.close(fd)
-    return records
+        beside.join()
+    if failed:
+        raise failed[0]
+    points.reached("written", job.rank)
+    part = Part(segments=job.segments, places=places, blocks=blocks, own=job.own)
+    fsio.write_bytes(_done_file(folder, job.rank), msgspec.json.encode(part))
+    return sum(s.nbytes for s in job.segments)
 
 
-def merge(records: Iterable[dict[str, Any]]) -> tuple[TensorRecord, ...]:
-    """The records of all ranks as one record a logical tensor.
+def _clear(folder: Path, by: Engine, rank: int) -> None:
+    """Remove what a writer that was killed has left of the same part."""
+    for pattern in by.patterns:
+        for path in folder.glob(pattern.format(rank=rank)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]) -> int:
+    """Wait for all parts and commit; returns the bytes of the checkpoint's files. Done a second time, after the process
+    that did it first was killed, it goes on from where that one was.
+
+    Args:
+        go_on: whether there is still somebody who wants it.
+        may_prune: whether older checkpoints may be deleted; not when another attempt may be reading them.
+
+    Raises:
+        OSError: as :func:`write`.
+        CheckpointError: a rank did not write its part, or the parts do not fit together.
+    """
+    folder, final = Path(job.folder), index.step_folder(Path(job.root), job.step)
+    if not folder.exists() and index.is_committed(final):
+        fsio.fsync_folder(final.parent)
+        return index.read_manifest(final).bytes
+    try:
+        manifest = index.read_manifest(folder) if index.is_committed(folder) else _indexed(folder, job, go_on)
+        for rank in range(job.world_size):
+            _done_file(folder, rank).unlink(missing_ok=True)
+        publish(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if may_prune():
+        points.reached("while pruning", 0)
+        _retire(Path(job.root), job.policy)
+    return manifest.bytes
+
+
+def _indexed(folder: Path, job: Commit, go_on: Callable[[], bool]) -> Manifest:
+    """Write the index of all parts, and the marker."""
+    parts = _all_parts(folder, job, go_on)
+    tensors = merge(parts)
+    engine(job.engine).finish(folder, tensors)
+    manifest = Manifest(
+        format=index.FORMAT,
+        torch=job.torch,
+        step=job.step,
+        world_size=job.world_size,
+        engine=job.engine,
+        reason=job.reason,
+        metric=job.metric,
+        about=job.about,
+        layout=job.layout,
+        files=_files(folder, job.world_size),
+        tensors=tensors,
+        values={**job.values, "ranks": {str(r): part.own for r, part in enumerate(parts)}},
+    )
+    points.reached("before the marker", 0)
+    index.write_manifest(folder, manifest)
+    points.reached("after the marker", 0)
+    return manifest
+
+
+def _all_parts(folder: Path, job: Commit, go_on: Callable[[], bool]) -> list[Part]:
+    parts: dict[int, Part] = {}
+
+    def look() -> bool:
+        for rank in range(job.world_size):
+            if rank in parts:
+                continue
+            try:
+                parts[rank] = msgspec.json.decode(_done_file(folder, rank).read_bytes(), type=Part)
+            except FileNotFoundError:
+                break
+        return len(parts) == job.world_size or not go_on()
+
+    clock.wait_until(look, job.patience_s, 0.02)
+    if not go_on() and len(parts) < job.world_size:
+        raise Abandoned("given up")
+    if len(parts) < job.world_size:
+        missing = next(r for r in range(job.world_size) if r not in parts)
+        raise StorageError(f"rank {missing} had not written its part {job.patience_s:g} s after rank 0 had")
+    return [parts[r] for r in range(job.world_size)]
+
+
+def _files(folder: Path, ranks: int) -> dict[str, int]:
+    done = {_done_file(folder, r) for r in range(ranks)}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p not in done)
+    return {str(p.relative_to(folder)): p.stat().st_size for p in files}
+
+
+def publish(staging: Path, final: Path) -> None:
+    """Give a complete checkpoint its name. What it replaces goes last; the sweep before a restore brings it back after
+    a kill in between."""
+    old = index.replaced_folder(final)
+    if final.exists():
+        final.rename(old)
+        points.reached("while publishing", 0)
+    staging.rename(final)
+    fsio.fsync_folder(final.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _retire(root: Path, policy: Policy) -> None:
+    try:
+        # Without reading all bytes again: that would take as long as a restore, at every save.
+        retention.apply(root, policy, good=offline.looks_whole)
+    except (OSError, StorageError) as e:
+        # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
+        log.warning("old checkpoints in %s could not be deleted: %s", root, e)
+
+
+def merge(parts: Iterable[Part]) -> tuple[TensorRecord, ...]:
+    """What all ranks have written, as one record a logical tensor.
 
     Raises:
         CheckpointError: the shards of a tensor do not add up to it (a rank holds other state than the rest).
     """
-    heads: dict[str, dict[str, Any]] = {}
+    heads: dict[str, Segment] = {}
     shards: dict[str, list[ShardRecord]] = {}
-    for record in records:
-        shard = record["shard"]
-        heads[record["name"]] = record
-        found = shards.setdefault(record["name"], [])
-        if shard["nbytes"]:
-            found.append(ShardRecord(**{**shard, "start": tuple(shard["start"]), "shape": tuple(shard["shape"])}))
-    merged = []
-    for name, head in sorted(heads.items()):
-        shape = tuple(head["shape"])
-        whole = head["itemsize"]
-        for n in shape:
-            whole *= n
-        held = sum(s.nbytes for s in shards[name])
-        if held != whole:
-            raise CheckpointError(f"{name}: the ranks hold {held} bytes of {whole}; is it the same on all of them?")
-        merged.append(
-            TensorRecord(
-                name=name,
-                kind=head["kind"],
-                dtype=head["dtype"],
-                itemsize=head["itemsize"],
-                shape=shape,
-                shards=tuple(sorted(shards[name], key=lambda s: s.start)),
-            )
-        )
-    return tuple(merged)
+    for part in parts:
+        for segment, place, blocks in zip(part.segments, part.places, part.blocks, strict=True):
+            heads[segment.name] = segment
+            found = shards.setdefault(segment.name, [])
+            if segment.nbytes:
+                found.append(_shard(segment, place, blocks))
+    return tuple(_tensor(heads[name], shards[name]) for name in sorted(heads))
+
+
+def _shard(segment: Segment, place: Place, blocks: str) -> ShardRecord:
+    return ShardRecord(
+        file=place.file,
+        offset=place.offset,
+        nbytes=segment.nbytes,
+        start=segment.start,
+        shape=segment.part,
+        blocks=blocks,
+        checksum=integrity.over(blocks),
+    )
+
+
+def _tensor(head: Segment, shards: Sequence[ShardRecord]) -> TensorRecord:
+    whole = head.itemsize
+    for n in head.shape:
+        whole *= n
+    held = sum(s.nbytes for s in shards)
+    if held != whole:
+        raise CheckpointError(f"{head.name}: the ranks hold {held} bytes of {whole}; is it the same on all of them?")
+    return TensorRecord(
+        name=head.name,
+        kind=head.kind,
+        dtype=head.dtype,
+        itemsize=head.itemsize,
+        shape=head.shape,
+        shards=tuple(sorted(shards, key=lambda s: s.start)),
+    )

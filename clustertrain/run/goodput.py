@@ -66,7 +66,7 @@ def _account(run: RunDir, attempt: Attempt, span: tuple[float, float], reached: 
     total.restore_s += restore_s
     total.startup_s += begin_steps - start - restore_s
     training = last_step - begin_steps
-    for name, key, event in (("checkpoint_stall_s", "save_s", "checkpoint"), ("evaluation_s", "eval_s", "evaluation")):
+    for name, key, event in (("checkpoint_stall_s", "stall_s", "checkpoint"), ("evaluation_s", "eval_s", "evaluation")):
         spent = sum(
             float(e.get(key, 0.0)) for e in events.named(log, event) if begin_steps <= float(e["t"]) <= last_step
         )

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import platform
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from clustertrain import clock
+import clustertrain
+from clustertrain import clock, fsio
 from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.interval import Failures, Interval, failures_of
+from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.manifest import Metric, Reason
+from clustertrain.checkpoint.retention import Policy
+from clustertrain.run import attempts
+from clustertrain.spec.recipe import AUTO, CheckpointSpec
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
 
+TELLING = 0.1  # a change of the interval by less is not worth an event
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
+LAST_WORD_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
 
 
 class Keeping:
@@ -38,21 +49,61 @@ class Keeping:
         self._result = result
         self._event = event
         self._slowest_save_s = 0.0
+        self._interval: Interval | None = None
+        self._asked = False
+        self._best = ""
         self._manager: CheckpointManager | None = None
 
     @property
     def kept(self) -> bool:
         return self._manager is not None
 
-    def open(self, keep: int) -> None:
-        """Keep the ``keep`` newest from now on."""
+    def open(self, every: int | str | None, keep: int | None) -> None:
+        """From now on save ``every`` so often (None: only at the end) and keep the ``keep`` newest (None: as many as
+        the recipe says). The recipe's table has the last word on everything else."""
         if self._folder is None:
             return
         context = self._context
-        layout = {f: getattr(context.layout, f) for f in context.layout.__struct_fields__}
-        attempt = str(context.attempt.n) if context.attempt else "local"
-        ranks = Ranks(self._groups.checkpoint)
-        self._manager = CheckpointManager(self._folder, ranks, attempt=attempt, layout=layout, keep=keep)
+        asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
+        self._best = asked.best
+        self._interval = self._chosen_interval(every, asked.keep_every) if every is not None else None
+        self._manager = CheckpointManager(
+            self._folder,
+            Ranks(self._groups.checkpoint),
+            attempt=str(context.attempt.n) if context.attempt else "local",
+            layout={f: getattr(context.layout, f) for f in context.layout.__struct_fields__},
+            policy=Policy(
+                keep=keep or asked.keep,
+                keep_every=asked.keep_every,
+                keep_best=asked.keep_best,
+                best=asked.best,
+                best_mode=asked.best_mode,
+            ),
+            engine=asked.engine,
+            background=asked.background,
+            device=context.device,
+            about=self._about(),
+            on_commit=self._committed,
+        )
+        self._manager.start()
+
+    def _chosen_interval(self, every: int | str, milestone: int) -> Interval:
+        failures = Failures()
+        run = self._context.run
+        if every == AUTO and run is not None and self._context.rank == 0:
+            nodes = self._context.world_size // self._context.local_world_size
+            failures = failures_of(attempts.read_all(run)[:-1], max(1, nodes))  # the last one is this
+        return Interval(every, milestone=milestone, failures=failures)
+
+    def _about(self) -> dict[str, Any]:
+        spec, run = self._context.spec, self._context.run
+        record = (fsio.read_json(run.record) or {}) if run is not None else {}
+        return {
+            "clustertrain": clustertrain.__version__,
+            "python": platform.python_version(),
+            "recipe": msgspec.to_builtins(spec.recipe) if spec is not None else None,
+            "git": record.get("git"),
+        }
 
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
@@ -73,18 +124,76 @@ class Keeping:
             seeds.restore(restored.rank_state["random"], self._context.device)
         else:
             seeds.seed_all(seeds.derive(seed, "rank", step, self._context.rank))
+        if self._interval is not None:
+            self._interval.begun()
+            self._say_interval()
         return step
 
-    def save(self, step: int, state: dict[str, Any], *, final: bool) -> None:
+    def due(self, step: int) -> bool:
+        """Whether a save is due because of the step's number, which all ranks know."""
+        return self._interval is not None and self._interval.at(step)
+
+    def overdue(self) -> bool:
+        """Whether rank 0's clock says that a save is due; said once for each, since it takes a step to be heard."""
+        if self._interval is None or self._context.rank != 0 or self._asked or not self._interval.timed:
+            return False
+        self._asked = self._interval.overdue()
+        return self._asked
+
+    def save(self, step: int, state: dict[str, Any], reason: Reason, newest: Mapping[str, Any]) -> None:
+        """On the way in the background; at a stop and at the end until it is committed. ``newest`` are the scalars that
+        were logged last."""
         if self._manager is None:
             return
         rank_state = {"random": seeds.capture(self._context.device), "threads": self._threads}
-        saved = self._manager.save(step, state, rank_state)
+        metric = None
+        if self._best:
+            value = newest.get(self._best)
+            number = isinstance(value, (int, float)) and math.isfinite(value)
+            metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
+        self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=reason != "interval")
+        self._asked = False
+        if self._interval is not None:
+            self._interval.begun()
+
+    def _say_interval(self) -> None:
+        if self._interval is not None and self._interval.timed:
+            self._event("checkpoint_interval", seconds=self._interval.seconds, why=self._interval.explain())
+
+    def _committed(self, saved: Saved) -> None:
         self._slowest_save_s = max(self._slowest_save_s, saved.save_s)
-        self._result.committed_step = step
-        self._event("checkpoint", step=step, save_s=saved.save_s, bytes=saved.bytes, final=final)
+        self._result.committed_step = saved.step
+        self._event(
+            "checkpoint",
+            step=saved.step,
+            save_s=saved.save_s,
+            stall_s=saved.stall_s,
+            bytes=saved.bytes,
+            reason=saved.reason,
+        )
+        if self._interval is not None:
+            before = self._interval.seconds
+            self._interval.measured(saved.stall_s, saved.save_s)
+            if before and abs((self._interval.seconds or before) / before - 1) > TELLING:
+                self._say_interval()
+
+    def in_trouble(self) -> bool:
+        """Whether a save of this rank's has failed since. Looks at what the writing process has said, and does not
+        wait."""
+        return self._manager is not None and self._manager.poll()
+
+    def settle(self) -> None:
+        """Collective: wait for the saves under way. Raises on all ranks what went wrong on any."""
+        if self._manager is not None:
+            self._manager.settle()
 
     def too_late(self, deadline: float | None) -> bool:
         """Whether a save would not end before the kill, by the slowest one so far. The newest committed checkpoint then
         stands; a save that is killed half way would not change that, only cost the orderly end."""
         return deadline is not None and clock.now() + SAVE_MARGIN * self._slowest_save_s > deadline
+
+    def close(self) -> None:
+        """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
+        if self._manager is not None:
+            self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s))
+            self._manager = None

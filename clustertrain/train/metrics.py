@@ -60,6 +60,7 @@ class Metrics:
         self._file = fsio.Appender(path) if path else None
         self._echo_every = echo_every
         self._waiting: deque[_Row] = deque()
+        self.newest: dict[str, Any] = {}  # by name the value that was written last
 
     def put(self, plain: dict[str, Any], scalars: Mapping[str, Plain | torch.Tensor]) -> None:
         """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``.
@@ -93,6 +94,7 @@ class Metrics:
                 row.copied.synchronize()
             values = {**row.plain, **{k: t.item() for k, t in row.tensors.items()}}
             self._file.append(values)
+            self.newest.update(values)
             if self._echo_every and values["step"] % self._echo_every == 0:
                 print("  ".join(f"{k} {_echoed(v)}" for k, v in values.items() if k != "t"), flush=True)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
+from clustertrain.checkpoint.manifest import Reason
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
@@ -83,7 +84,9 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
-        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop)
+        self._agreement = StopAgreement(
+            self._flag.__bool__, self._groups.stop, {"settle": self._in_trouble, "save": self._overdue}
+        )
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
         self.device = context.device
@@ -126,26 +129,36 @@ class Session:
                 self._metrics.close()
                 if self._result.ending != "stopped":
                     self._agreement.drain()
+                    self._keeping.settle()  # of a loop that was left before its last step
                     self._barrier()
                     # A loop of the script's own that left because of poll() has not done all its steps.
                     stopped = self._agreement.agreed and not self._finished
                     self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
             elif error is not None and self._is_of_the_stop(error):
+                self._keeping.close()
                 self._result.stopped()
                 raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
             elif error is not None:
+                self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:
             # Without taking the groups down after a failure: that may wait for peers which are gone.
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
+            self._keeping.close()
             if self._events is not None:
                 self._events.close()
             self._flag.uninstall()
 
     def _told_to_stop(self) -> bool:
         return bool(self._flag) or self._agreement.agreed
+
+    def _in_trouble(self) -> bool:
+        return self._keeping.in_trouble()
+
+    def _overdue(self) -> bool:
+        return self._keeping.overdue()
 
     def _is_of_the_stop(self, error: BaseException) -> bool:
         """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
@@ -311,39 +324,50 @@ class Session:
             self._event("evaluation", step=self.step, eval_s=eval_s)
 
     def steps(
-        self, total: int, state: dict[str, Any] | None = None, checkpoint_every: int | None = None, keep: int = 3
+        self,
+        total: int,
+        state: dict[str, Any] | None = None,
+        checkpoint_every: int | str | None = None,
+        keep: int | None = None,
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
-        Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved every
-        ``checkpoint_every`` steps and at the end. When the ranks are told to stop, all leave at the same step: they
-        save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be saved).
+        Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved as often as
+        ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to stop, all leave at the
+        same step: they save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be
+        saved).
 
         Args:
             state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
                 data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
-            keep: the newest checkpoints to keep.
+            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` of the recipe's ``[checkpoint]``.
+            keep: the newest checkpoints to keep; default: what the recipe says.
 
         Raises:
+            ConfigError: ``checkpoint_every`` is none of these.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
         """
-        if total < 0 or (checkpoint_every is not None and checkpoint_every < 1):
-            raise UsageError(f"steps(total={total}, checkpoint_every={checkpoint_every}): must be positive")
+        if total < 0 or (keep is not None and keep < 1):
+            raise UsageError(f"steps(total={total}, keep={keep}): must be positive")
         state = state if state is not None else {}
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
-        self._keeping.open(keep)
+        self._keeping.open(checkpoint_every, keep)
         first = self.step = self._keeping.restore(state, self.seed)
         while True:
             stop = self.step < total and self.poll()
-            due = checkpoint_every is not None and self.step % checkpoint_every == 0
+            due = self._keeping.due(self.step) or (self.step > first and self._agreement.taken("save"))
             late = stop and self._agreement.any(self._keeping.too_late(self._flag.deadline()))
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
+            elif self._agreement.taken("settle"):
+                self._keeping.settle()  # raises, on all ranks at this step
             if self._keeping.kept and self.step > first and not late and (stop or due or self.step == total):
                 self._metrics.drain(wait=True)
-                self._keeping.save(self.step, state, final=stop or self.step == total)
+                reason: Reason = "stop" if stop else "end" if self.step == total else "interval"
+                self._keeping.save(self.step, state, reason, self._metrics.newest)
             if stop:
+                self._keeping.settle()  # where it is too late for another save, for the one that is under way
                 self._leave(resumable=self._keeping.kept)
             if self.step >= total:
                 self._finished = True

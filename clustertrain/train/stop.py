@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,13 +63,24 @@ class StopFlag:
 
 
 class StopAgreement:
-    """Boundaries that all ranks pass in the same order; :meth:`poll` is collective."""
+    """Boundaries that all ranks pass in the same order; :meth:`poll` is collective.
 
-    def __init__(self, told: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
+    Other questions that one rank answers and all must act upon at the same step travel with the flag: ``also``, by
+    name. What any rank said yes to, :meth:`taken` tells all of them at one boundary.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[], bool],
+        group: dist.ProcessGroup | None,
+        also: Mapping[str, Callable[[], bool]] | None = None,
+    ) -> None:
         self._told = told
+        self._also = dict(also or {})
         self._group = group
         self._posted: tuple[dist.Work, torch.Tensor] | None = None
         self._first = True
+        self._yes: set[str] = set()
         self.agreed = False
 
     def poll(self) -> bool:
@@ -77,6 +88,7 @@ class StopAgreement:
         if self.agreed:
             return True
         if self._group is None:
+            self._yes.update(name for name, asked in self._also.items() if asked())
             self.agreed = self._told()
             return self.agreed
         if self._first:
@@ -89,17 +101,24 @@ class StopAgreement:
             self.agreed = True
         return self.agreed
 
-    def _post(self) -> tuple[dist.Work, torch.Tensor]:
-        flag = torch.tensor([int(self._told())], dtype=torch.int32)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        return work, flag
+    def taken(self, name: str) -> bool:
+        """Whether a rank has said yes since this was asked last."""
+        yes = name in self._yes
+        self._yes.discard(name)
+        return yes
 
-    @staticmethod
-    def _outcome(posted: tuple[dist.Work, torch.Tensor]) -> bool:
-        work, flag = posted
+    def _post(self) -> tuple[dist.Work, torch.Tensor]:
+        flags = torch.tensor([self._told(), *(asked() for asked in self._also.values())], dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work, flags
+
+    def _outcome(self, posted: tuple[dist.Work, torch.Tensor]) -> bool:
+        work, flags = posted
         work.wait()
-        return bool(flag.item())
+        stop, *others = flags.tolist()
+        self._yes.update(name for name, yes in zip(self._also, others, strict=True) if yes)
+        return bool(stop)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Collective, and only for after the agreement: it waits."""

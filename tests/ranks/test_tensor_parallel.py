@@ -47,7 +47,7 @@ def save_what_it_begins_with() -> None:
 
     def restore(self: Keeping, state: Any, seed: int) -> int:
         step = original(self, state, seed)
-        self.save(1, state, final=False)
+        self.save(1, state, "end", {})
         return step
 
     Keeping.restore = restore  # type: ignore[method-assign]

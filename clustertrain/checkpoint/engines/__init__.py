@@ -20,12 +20,18 @@ ENGINES = ("raw", "dcp", "torchsnapshot")
 
 
 class Engine(Protocol):
-    """Runs in the process that writes in the background, which is in no process group."""
+    """Runs in the process that writes in the background, which is in no process group.
+
+    ``patterns`` are those of the files that a rank writes, relative to the folder, with ``{rank}``: what a writer left
+    that was killed.
+    """
 
     name: str
+    patterns: tuple[str, ...]
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
-        """Write the segments of ``rank`` into files of its own in ``folder``; durable when it returns.
+        """Write the segments of ``rank`` into files of its own in ``folder``, never over what is there; durable
+        when it returns.
 
         Args:
             memory: the staging memory, that ``Segment.at`` counts in.

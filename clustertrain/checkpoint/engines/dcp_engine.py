@@ -46,6 +46,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 class DcpEngine:
     name = "dcp"
+    patterns = ("__{rank}_*",)
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         writer = _writer(folder)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from clustertrain.checkpoint import points
 from clustertrain.checkpoint.manifest import TensorRecord
 from clustertrain.checkpoint.segments import Place, Segment
 
@@ -15,6 +16,7 @@ CHUNK_BYTES = 16 << 20
 
 class RawEngine:
     name = "raw"
+    patterns = ("rank-{rank}.bin",)
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         name = f"rank-{rank}.bin"
@@ -22,6 +24,7 @@ class RawEngine:
         try:
             places, offset = [], 0
             for segment in segments:
+                points.reached("while writing", rank)
                 _write(fd, memory[segment.at : segment.at + segment.nbytes])
                 places.append(Place(file=name, offset=offset))
                 offset += segment.nbytes

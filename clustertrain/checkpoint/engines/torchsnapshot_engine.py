@@ -47,6 +47,7 @@ _SAME_SIZE = {1: "torch.uint8", 2: "torch.int16", 4: "torch.int32", 8: "torch.in
 
 class TorchsnapshotEngine:
     name = "torchsnapshot"
+    patterns = ("rank-{rank}",)
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         root = folder / f"rank-{rank}"

@@ -14,6 +14,7 @@ from torch import nn
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.retention import Policy
 from clustertrain.spec.presets import filled
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
@@ -21,7 +22,9 @@ from clustertrain.train.model import Decoder
 
 
 def save(root: Path, step: int, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> Path:
-    manager = CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, keep=100)
+    manager = CheckpointManager(
+        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=Policy(keep=100), background=False
+    )
     return manager.save(step, state, rank_state).path
 
 

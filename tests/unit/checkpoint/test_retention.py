@@ -15,7 +15,7 @@ import pytest
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import retention, storage
-from clustertrain.checkpoint.manifest import Damaged, Manifest
+from clustertrain.checkpoint.manifest import Damaged, Manifest, Metric
 from clustertrain.checkpoint.retention import Known, Policy, doomed
 from clustertrain.checkpoint.storage import StorageError
 
@@ -158,8 +158,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 def test_reason_and_metric_are_those_of_the_index(tmp_path: Path, told: dict[int, Any]) -> None:
     for step in (1, 2, 3, 4):
         commit(tmp_path, step)
-    told[1] = {"metric": {"name": "loss", "value": 0.5}}
-    told[2] = {"metric": {"name": "accuracy", "value": 0.1}}  # what decided before the recipe was changed
+    told[1] = {"metric": Metric(name="loss", value=0.5)}
+    told[2] = {"metric": Metric(name="accuracy", value=0.1)}  # what decided before the recipe was changed
     told[4] = {"reason": "stop"}
     policy = Policy(keep=1, keep_best=2, best="loss")
     assert [p.name for p in retention.choose(tmp_path, policy, good=good)] == ["step-00000002"]
@@ -171,7 +171,7 @@ def test_reason_and_metric_are_those_of_the_index(tmp_path: Path, told: dict[int
 def test_a_milestone_is_one_of_the_best_too(tmp_path: Path, told: dict[int, Any]) -> None:
     for step, value in ((90, 0.7), (100, 0.5), (110, 0.9)):
         commit(tmp_path, step)
-        told[step] = {"metric": {"name": "loss", "value": value}}
+        told[step] = {"metric": Metric(name="loss", value=value)}
     policy = Policy(keep=1, keep_every=100, keep_best=1, best="loss")
     assert [index.step_of(p) for p in retention.choose(tmp_path, policy, good=good)] == [90]
 

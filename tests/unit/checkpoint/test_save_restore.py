@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, storage, writer
+from clustertrain.checkpoint import offline, storage
 from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.engines import raw_engine
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, NotFound
 
@@ -71,7 +73,9 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manager(root: Path) -> CheckpointManager:
-    return CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, keep=3)
+    return CheckpointManager(
+        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=Policy(keep=3), background=False
+    )
 
 
 def flip(path: Path, at: int = 10) -> None:
@@ -222,7 +226,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_write_all", full)
+        patch.setattr(raw_engine, "_write", full)
         with pytest.raises(CheckpointError, match=r"step 6 was not saved: rank 0: .*No space left"):
             manager.save(6, make_state())
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
@@ -272,7 +276,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 def test_a_failed_save_tells_whether_it_would_fail_again(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
 ) -> None:
-    monkeypatch.setattr(writer, "_write_all", failing(writer._write_all, number, 1))
+    monkeypatch.setattr(raw_engine, "_write", failing(raw_engine._write, number, 1))
     with pytest.raises(StorageError, match="step 6 was not saved") as e:
         manager.save(6, make_state())
     assert e.value.full is full
@@ -329,7 +333,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     step, n = (3 if same_step else 6), 0
     while True:
         shutil.rmtree(root, ignore_errors=True)
-        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, keep=1)
+        first = CheckpointManager(root, Ranks(), attempt="1", layout={}, policy=Policy(keep=1), background=False)
         first.save(3, make_state(1))
         old = offline.digest(offline.find(root))
         with monkeypatch.context() as patch:
@@ -340,7 +344,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
             except Killed:
                 finished = False
         new_state = make_state(5)
-        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, keep=1)
+        second = CheckpointManager(root, Ranks(), attempt="2", layout={}, policy=Policy(keep=1), background=False)
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"
         assert restored.skipped == []

@@ -53,7 +53,7 @@ def two_attempts(run: RunDir) -> None:
         run,
         1,
         (20, "first_step", {"step": 0}),
-        (30, "checkpoint", {"step": 10, "save_s": 2.0}),
+        (30, "checkpoint", {"step": 10, "save_s": 5.0, "stall_s": 2.0}),
         (44, "stop_agreed", {"step": 20}),
         writer="rank-0",
     )
@@ -64,7 +64,7 @@ def two_attempts(run: RunDir) -> None:
         2,
         (68, "restored", {"step": 15, "restore_s": 3.0}),
         (70, "first_step", {"step": 15}),
-        (95, "checkpoint", {"step": 40, "save_s": 1.0}),
+        (95, "checkpoint", {"step": 40, "save_s": 5.0, "stall_s": 1.0}),
         writer="rank-0",
     )
     rows(run, 2, *((70 + i, 15 + i) for i in range(1, 26)))

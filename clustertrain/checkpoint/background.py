@@ -1,0 +1,190 @@
+"""The process that writes, as the training process sees it; :mod:`~clustertrain.checkpoint.writing` is its own side.
+
+It shares memory and a pipe with its rank and is in no process group. It imports no torch unless its engine does, so it
+is there in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from clustertrain import clock
+from clustertrain.checkpoint import writer
+from clustertrain.checkpoint.trouble import Trouble, told
+from clustertrain.checkpoint.writer import Commit, Write
+from clustertrain.errors import CheckpointError
+
+if TYPE_CHECKING:  # it imports torch
+    from clustertrain.checkpoint.staging import Staging
+
+# What ends a job reaches every process of it. The writer ends with its rank, when its work is done.
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The staging buffer number ``index``; its file descriptor follows."""
+
+    index: int
+    size: int
+
+
+class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give up the commit of ``step``."""
+
+    step: int
+
+
+Message = Memory | Write | Commit | Abandon
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """``ended`` is by the monotonic clock, which is the machine's."""
+
+    step: int
+    of: Literal["write", "commit"]
+    bytes: int = 0
+    ended: float
+    trouble: Trouble | None = None
+
+
+def perform(
+    job: Write | Commit, memory: memoryview | None, go_on: Callable[[], bool], may_prune: Callable[[], bool]
+) -> Outcome:
+    """Do a job and say how it went."""
+    of: Literal["write", "commit"] = "write" if isinstance(job, Write) else "commit"
+    try:
+        if isinstance(job, Write):
+            assert memory is not None
+            size = writer.write(job, memory)
+        else:
+            size = writer.commit(job, go_on, may_prune)
+    except (OSError, CheckpointError) as e:
+        return Outcome(step=job.step, of=of, ended=clock.monotonic(), trouble=told(e))
+    return Outcome(step=job.step, of=of, bytes=size, ended=clock.monotonic())
+
+
+class Worker(Protocol):
+    """Where jobs are done, in the order in which they come."""
+
+    def submit(self, job: Write | Commit, staging: Staging | None) -> None: ...
+
+    def abandon(self, step: int) -> None: ...
+
+    def outcome(self, timeout_s: float | None) -> Outcome | None:
+        """The next one. None: there is none within the timeout (None: for ever).
+
+        Raises:
+            WriterDied: with jobs unanswered; they may be submitted again.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class WriterDied(Exception):
+    """The process that writes is gone; the message says how."""
+
+
+class Inline:
+    """In this process, while it waits."""
+
+    def __init__(self) -> None:
+        self._todo: deque[tuple[Write | Commit, Staging | None]] = deque()
+        self._abandoned: set[int] = set()
+
+    def submit(self, job: Write | Commit, staging: Staging | None) -> None:
+        self._todo.append((job, staging))
+
+    def abandon(self, step: int) -> None:
+        self._abandoned.add(step)
+
+    def outcome(self, timeout_s: float | None) -> Outcome | None:
+        if not self._todo or timeout_s == 0:
+            return None
+        job, staging = self._todo.popleft()
+        memory = staging.memory() if staging is not None else None
+        return perform(job, memory, lambda: job.step not in self._abandoned, lambda: True)
+
+    def close(self) -> None:
+        self._todo.clear()
+
+
+class Background:
+    """A process of its own, started with :meth:`start` before it is needed, or with the first job."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any] | None = None
+        self._sent: dict[int, int] = {}  # by buffer, the file descriptor that the process has
+
+    def start(self) -> None:
+        if self._process is not None:
+            return
+        ours, theirs = Pipe()
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # a child has the mask of its parent
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "clustertrain.checkpoint.writing", str(theirs.fileno()), self._engine],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            theirs.close()
+        self._pipe = ours
+        self._sent = {}
+
+    def submit(self, job: Write | Commit, staging: Staging | None) -> None:
+        self.start()
+        with suppress(OSError):  # it has died; outcome() tells
+            if staging is not None and isinstance(job, Write) and self._sent.get(job.memory) != staging.fd:
+                assert staging.fd is not None and self._process is not None and self._pipe is not None
+                self._send(Memory(index=job.memory, size=staging.size))
+                reduction.send_handle(self._pipe, staging.fd, self._process.pid)
+                self._sent[job.memory] = staging.fd
+            self._send(job)
+
+    def abandon(self, step: int) -> None:
+        with suppress(OSError):
+            self._send(Abandon(step=step))
+
+    def _send(self, message: Message) -> None:
+        assert self._pipe is not None
+        self._pipe.send_bytes(msgspec.json.encode(message))
+
+    def outcome(self, timeout_s: float | None) -> Outcome | None:
+        if self._pipe is None:
+            return None
+        try:
+            if not self._pipe.poll(timeout_s):
+                return None
+            return msgspec.json.decode(self._pipe.recv_bytes(), type=Outcome)
+        except (EOFError, OSError) as e:
+            how = self._bury()
+            raise WriterDied(f"the process that writes checkpoints {how}") from e
+
+    def _bury(self) -> str:
+        assert self._process is not None and self._pipe is not None
+        code = self._process.wait()
+        self._pipe.close()
+        self._process = self._pipe = None
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def close(self) -> None:
+        """It ends by itself when what it was given is done."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None

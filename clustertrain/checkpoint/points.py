@@ -1,0 +1,46 @@
+"""Named points of the way that a save takes, where a test can make something go wrong: what is there afterwards must do
+for a resume.
+
+``CLUSTERTRAIN_FAULT_AT=point:rank:n:what``: the process of ``rank`` that comes to the point for the ``n``-th time is
+sent SIGKILL (``what`` is KILL), or meets the failure of the file system that ``what`` names (ENOSPC, EIO, …).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import Counter
+from typing import Final
+
+from clustertrain import settings
+
+POINTS: Final = (
+    "before staging",
+    "while staging",
+    "staged",
+    "before writing",
+    "while writing",
+    "written",
+    "before the marker",
+    "after the marker",
+    "while publishing",
+    "while pruning",
+)
+_seen: Counter[str] = Counter()
+
+
+def reached(point: str, rank: int) -> None:
+    asked = os.environ.get(settings.FAULT_AT)
+    if not asked:
+        return
+    name, wanted, nth, what = asked.split(":")
+    if name != point or int(wanted) != rank:
+        return
+    _seen[point] += 1
+    if _seen[point] != int(nth):
+        return
+    if what == "KILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    number = getattr(errno, what)
+    raise OSError(number, os.strerror(number))

@@ -1,0 +1,162 @@
+"""The copy of a rank's state that a save begins with: in memory that another process can read too."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from clustertrain.checkpoint.segments import Segment
+from clustertrain.checkpoint.state import Block
+
+_ALIGN = 64  # bytes; no element is larger
+_ENOUGH = 0.8  # of the memory that is free may be taken; the rest is for what the next step needs
+_GRAIN = 1 << 20
+
+
+class Staging:
+    """One buffer: nothing is in it while its bytes are being written. It grows to the largest save and stays, since
+    memory that has been touched takes a copy three times as fast as new memory does.
+
+    It is an anonymous file in memory and not one in /dev/shm, which many containers have 64 MiB of and where a killed
+    process leaves its files behind. Where so much memory is not free, it is a file without a name in ``spill``.
+    """
+
+    def __init__(self, spill: Path, device: torch.device) -> None:
+        self._spill = spill
+        self._device = device
+        self._pinned = False
+        self._stream: torch.cuda.Stream | None = None
+        self._whole: torch.Tensor | None = None
+        self.fd: int | None = None
+        self.size = 0
+        self.in_memory = True
+
+    def fill(self, blocks: Sequence[Block]) -> list[Segment]:
+        """Copy ``blocks``; on a GPU that is under way when it returns, see :meth:`ready`.
+
+        Raises:
+            OSError: neither memory nor disk has the room.
+        """
+        segments, total = _placed(blocks)
+        self._grow(total)
+        if self._device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._copy(blocks, segments)
+            # What comes next in the step may overwrite what is being copied. The device waits, the host does not.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        else:
+            self._copy(blocks, segments)
+        return segments
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether :meth:`ready` may have to wait."""
+        return self._stream is not None
+
+    def ready(self) -> None:
+        """Wait until all bytes have arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, blocks: Sequence[Block], segments: Sequence[Segment]) -> None:
+        assert self._whole is not None or not blocks
+        for block, segment in zip(blocks, segments, strict=True):
+            if segment.nbytes and self._whole is not None:
+                place = self._whole[segment.at : segment.at + segment.nbytes].view(block.local.dtype)
+                place.view(block.local.shape).copy_(block.local.detach(), non_blocking=self._pinned)
+
+    def _grow(self, total: int) -> None:
+        total = -(-max(total, 1) // _GRAIN) * _GRAIN
+        if total <= self.size:
+            return
+        self.close()
+        self.in_memory = total <= _ENOUGH * available_memory()
+        if self.in_memory and hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("clustertrain-staging")
+        else:
+            with tempfile.TemporaryFile(dir=self._spill) as file:
+                self.fd = os.dup(file.fileno())
+        os.truncate(self.fd, total)
+        self.size = total
+        self._whole = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
+        if self._device.type == "cuda":
+            # Without it the copies would go through a small buffer of the driver's, and wait for each other.
+            self._pinned = _cudart().cudaHostRegister(self._whole.data_ptr(), total, 0) == 0
+
+    def memory(self) -> memoryview:
+        """All of it, for the process that writes in its own."""
+        assert self._whole is not None
+        return self._whole.numpy().data
+
+    def close(self) -> None:
+        if self._pinned and self._whole is not None:
+            _cudart().cudaHostUnregister(self._whole.data_ptr())
+        self._pinned = False
+        self._whole = None
+        if self.fd is not None:
+            os.close(self.fd)
+        self.fd, self.size = None, 0
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _placed(blocks: Sequence[Block]) -> tuple[list[Segment], int]:
+    """Where each block goes, and how many bytes that takes."""
+    segments, at = [], 0
+    for b in blocks:
+        segments.append(
+            Segment(
+                name=b.name,
+                kind=b.kind,
+                dtype=str(b.local.dtype).removeprefix("torch."),
+                itemsize=b.local.element_size(),
+                shape=b.shape,
+                start=b.start,
+                part=tuple(b.local.shape),
+                at=at,
+                nbytes=b.local.numel() * b.local.element_size(),
+            )
+        )
+        at += -(-segments[-1].nbytes // _ALIGN) * _ALIGN
+    return segments, at
+
+
+def available_memory() -> int:
+    """Bytes that may still be allocated: of the machine, and of the cgroup (version 2) that the job is confined to."""
+    found = int(psutil.virtual_memory().available)
+    for folder in _own_cgroups():
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            if limit != "max":
+                # The page cache counts as used and goes when memory is wanted.
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+                found = min(found, int(limit) - used)
+        except (OSError, ValueError):
+            continue
+    return max(0, found)
+
+
+def _own_cgroups() -> list[Path]:
+    """This process's cgroup and those above it, whose limits hold too."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if own is None:
+        return []
+    folder = root / own.lstrip("/")
+    return [folder, *(p for p in folder.parents if p.is_relative_to(root))]

@@ -1,0 +1,36 @@
+"""What went wrong with a save or a restore, as ranks and processes tell it to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from clustertrain.checkpoint.storage import FULL, StorageError
+from clustertrain.errors import CheckpointError
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, or a file system (or
+    process) that may do better next time ("storage")."""
+
+    why: str
+    of: Literal["state", "full", "storage"]
+
+
+def told(e: OSError | CheckpointError) -> Trouble:
+    if isinstance(e, OSError):
+        return Trouble(why=str(e), of="full" if e.errno in FULL else "storage")
+    if isinstance(e, StorageError):
+        return Trouble(why=e.message, of="full" if e.full else "storage")
+    return Trouble(why=e.message, of="state")
+
+
+def error(failure: str, troubles: Sequence[Trouble]) -> CheckpointError:
+    """One exception for the troubles of all ranks. What would not go away by itself decides."""
+    message = ": ".join(p for p in (failure, "; ".join(t.why for t in troubles)) if p)
+    causes = {t.of for t in troubles}
+    if "full" in causes:
+        return StorageError(message, full=True)
+    return StorageError(message) if "storage" in causes else CheckpointError(message)
