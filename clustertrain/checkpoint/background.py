@@ -27,6 +27,7 @@ from clustertrain.errors import CheckpointError
 if TYPE_CHECKING:  # it imports torch
     from clustertrain.checkpoint.staging import Staging
 
+IDLE_ENDS_S = 1.0
 # What ends a job reaches every process of it. The writer ends with its rank, when its work is done.
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -184,7 +185,12 @@ class Background:
         return f"ended with exit code {code}"
 
     def close(self) -> None:
-        """It ends by itself when what it was given is done."""
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
+        """It ends by itself when what it was given is done: at once, or after this process."""
+        if self._pipe is None or self._process is None:
+            return
+        self._pipe.close()
+        try:
+            self._process.wait(IDLE_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.returncode = 0  # it is left on purpose: subprocess shall not warn of it
+        self._process = self._pipe = None

@@ -137,6 +137,15 @@ class CheckpointManager:
         if isinstance(self._worker, Background):
             self._worker.start()
 
+    def reserve(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> None:
+        """Make room for a save of ``state`` ahead of the first one, beside what goes on."""
+        share, _ = self._share(state, rank_state or {}, f"{self._root}: nothing can be saved")
+        for staging in self._stagings:
+            try:
+                staging.reserve(share.blocks)
+            except OSError as e:  # a save will say so, where there is one before the room is there
+                log.warning("no room for a copy of the state yet: %s", e)
+
     # -- save
 
     def save(

@@ -129,6 +129,12 @@ class Keeping:
             self._say_interval()
         return step
 
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Collective, after the first step, when the optimizer has its state: make room for the first save on the
+        way."""
+        if self._manager is not None and self._interval is not None:
+            self._manager.reserve(state, self._rank_state())
+
     def due(self, step: int) -> bool:
         """Whether a save is due because of the step's number, which all ranks know."""
         return self._interval is not None and self._interval.at(step)
@@ -145,16 +151,18 @@ class Keeping:
         were logged last."""
         if self._manager is None:
             return
-        rank_state = {"random": seeds.capture(self._context.device), "threads": self._threads}
         metric = None
         if self._best:
             value = newest.get(self._best)
             number = isinstance(value, (int, float)) and math.isfinite(value)
             metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
-        self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=reason != "interval")
+        self._manager.save(step, state, self._rank_state(), reason=reason, metric=metric, wait=reason != "interval")
         self._asked = False
         if self._interval is not None:
             self._interval.begun()
+
+    def _rank_state(self) -> dict[str, Any]:
+        return {"random": seeds.capture(self._context.device), "threads": self._threads}
 
     def _say_interval(self) -> None:
         if self._interval is not None and self._interval.timed:

@@ -362,6 +362,8 @@ class Session:
                 self._event("stop_agreed", step=self.step, save=not late)
             elif self._agreement.taken("settle"):
                 self._keeping.settle()  # raises, on all ranks at this step
+            if self.step == first + 1 < total and not stop:
+                self._keeping.reserve(state)
             if self._keeping.kept and self.step > first and not late and (stop or due or self.step == total):
                 self._metrics.drain(wait=True)
                 reason: Reason = "stop" if stop else "end" if self.step == total else "interval"

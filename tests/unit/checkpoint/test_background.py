@@ -1,0 +1,212 @@
+"""Saves that go on while the training does: a process that writes, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from clustertrain import clock, settings
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline, staging
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.background import Background
+from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.staging import Staging, available_memory
+from clustertrain.checkpoint.state import block
+from clustertrain.checkpoint.storage import StorageError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def told() -> list[Saved]:
+    return []
+
+
+@pytest.fixture
+def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
+    made = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, on_commit=told.append)
+    made.start()
+    yield made
+    made.close()
+
+
+def writer_of(manager: CheckpointManager) -> psutil.Process:
+    worker = manager._worker
+    assert isinstance(worker, Background) and worker._process is not None
+    return psutil.Process(worker._process.pid)
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), value), "note": value}
+
+
+def saved_value(root: Path, step: int) -> float:
+    state = state_of(-1.0)
+    reader = CheckpointManager(root, Ranks(), attempt="9", layout={}, background=False)
+    restored = reader.restore(state)
+    assert restored is not None and restored.step == step
+    assert bool((state["weights"] == state["weights"][0]).all())
+    return float(state["weights"][0])
+
+
+def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
+    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+) -> None:
+    state = state_of(1.0)
+    writer = writer_of(manager)
+    writer.suspend()
+    assert manager.save(3, state) is None
+    state["weights"].fill_(2.0)
+    assert not manager.poll()
+    assert offline.list_checkpoints(tmp_path / "c") == [] and told == []
+    writer.resume()
+    assert clock.wait_until(lambda: (manager.poll(), told)[1] != [], 60.0)  # without anybody who waits for it
+    assert [s.step for s in told] == [3]
+    assert told[0].stall_s < told[0].save_s
+    manager.settle()
+    assert [s.step for s in told] == [3]  # told once
+    assert saved_value(tmp_path / "c", 3) == 1.0
+
+
+def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManager, tmp_path: Path) -> None:
+    state = state_of(1.0)
+    writer = writer_of(manager)
+    writer.suspend()
+    manager.save(3, state)
+    second = threading.Thread(target=manager.save, args=(6, state_of(2.0)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    writer.resume()
+    second.join()
+    manager.settle()
+    offline.verify(index.step_folder(tmp_path / "c", 3))
+    assert saved_value(tmp_path / "c", 6) == 2.0
+
+
+def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
+    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+) -> None:
+    writer = writer_of(manager)
+    writer.suspend()
+    manager.save(3, state_of(1.0))
+    writer.kill()
+    manager.settle()
+    assert writer_of(manager).pid != writer.pid
+    assert saved_value(tmp_path / "c", 3) == 1.0
+    manager.save(6, state_of(2.0))
+    manager.settle()
+    assert [s.step for s in told] == [3, 6]
+
+
+@pytest.mark.parametrize("point", ["while writing", "written", "before the marker", "after the marker"])
+def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
+    manager._worker.close()
+    os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
+    try:
+        manager._worker = Background("raw")
+        manager.start()
+        writer_of(manager)  # it has its environment
+    finally:
+        del os.environ[settings.FAULT_AT]
+    manager.save(3, state_of(1.0))
+    manager.settle()
+    assert saved_value(tmp_path / "c", 3) == 1.0
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
+
+
+def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.save(3, state_of(1.0), wait=True)
+    manager._worker.close()
+    monkeypatch.setenv(settings.FAULT_AT, "while writing:0:1:ENOSPC")
+    manager._worker = Background("raw")
+    manager.save(6, state_of(2.0))
+    assert clock.wait_until(manager.poll, 60.0)
+    with pytest.raises(StorageError, match=r"step 6 was not saved: rank 0: .*No space left") as e:
+        manager.save(9, state_of(3.0))
+    assert e.value.full
+    assert not manager.poll()
+    manager.save(9, state_of(3.0), wait=True)
+    assert [r["step"] for r in offline.list_checkpoints(tmp_path / "c", verify=True) if r["verified"]] == [3, 9]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000003", "step-00000009"]
+
+
+def test_what_ends_a_job_does_not_end_the_writer(manager: CheckpointManager, tmp_path: Path) -> None:
+    manager.save(3, state_of(1.0), wait=True)
+    writer = writer_of(manager)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        writer.send_signal(number)
+    manager.save(6, state_of(2.0), wait=True)
+    assert writer_of(manager).pid == writer.pid
+
+
+def test_the_writer_ends_with_its_rank_when_its_work_is_done(manager: CheckpointManager, tmp_path: Path) -> None:
+    writer = writer_of(manager)
+    writer.suspend()
+    manager.save(3, state_of(1.0))
+    manager.close()
+    writer.resume()
+    writer.wait(60.0)
+    assert saved_value(tmp_path / "c", 3) == 1.0
+
+
+def test_closing_waits_for_what_is_under_way(manager: CheckpointManager, told: list[Saved], tmp_path: Path) -> None:
+    manager.save(3, state_of(1.0))
+    manager.close(60.0)
+    assert [s.step for s in told] == [3]
+
+
+def test_without_enough_memory_the_copy_is_a_file_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "available_memory", lambda: 1000)
+    (tmp_path / "c").mkdir()
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
+    manager.save(3, state_of(1.0), wait=True)
+    assert not manager._stagings[0].in_memory
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000003"]
+    manager.close()
+    assert saved_value(tmp_path / "c", 3) == 1.0
+
+
+def test_room_that_was_reserved_is_what_the_save_takes(manager: CheckpointManager, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    state = state_of(1.0)
+    manager.reserve(state)
+    reserved = manager._stagings[0].fd
+    assert reserved is not None
+    manager.save(3, state, wait=True)
+    assert manager._stagings[0].fd == reserved
+    assert saved_value(tmp_path / "c", 3) == 1.0
+
+
+def test_memory_grows_with_the_state(tmp_path: Path) -> None:
+    made = Staging(tmp_path, CPU)
+    made.fill([block("a", "other", torch.zeros(10))])
+    small, fd = made.size, made.fd
+    made.fill([block("a", "other", torch.zeros(10))])
+    assert (made.size, made.fd) == (small, fd)
+    made.fill([block("a", "other", torch.zeros(10)), block("b", "other", torch.ones(2_000_000))])
+    assert made.size >= 8_000_000 > small
+    made.close()
+
+
+def test_the_limit_of_the_jobs_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 400000\n")
+    monkeypatch.setattr(staging, "_own_cgroups", lambda: [tmp_path])
+    assert available_memory() == 700_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 700_000
