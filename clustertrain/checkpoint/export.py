@@ -197,7 +197,7 @@ def _check_room(folder: Path, size: int) -> None:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if size > free:
-        raise CheckpointError(f"{folder}: {size} bytes are needed, {free} are free", fix=_ROOM)
+        raise CheckpointError(f"{folder}: {size:,} bytes are needed, {free:,} are free", fix=_ROOM)
 
 
 def _publish(temporary: Path, output: Path) -> None:

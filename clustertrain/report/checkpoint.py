@@ -86,7 +86,7 @@ def differences(found: Comparison, *, whole: bool) -> RenderableType:
             parts += _more(names, whole)
     for title, values in (("values", found.values), ("how it was saved", found.saved)):
         if values:
-            rows = [(v.name, *_sides(v, whole)) for v in _first(values, whole)]
+            rows = [(v.name.replace("/__tuple__", ""), *_sides(v, whole)) for v in _first(values, whole)]
             parts += [Text(), _table(title, rows), *_more(values, whole)]
     if not found.ranks_compared:
         parts += [Text(), Text("What each rank kept for itself is not compared: other numbers of ranks saved them.")]

@@ -2,8 +2,8 @@
 checkpoint: ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …
 
 Only DCP's writer is used, not its planning, which goes through a process group. Each rank writes one file, in it an
-archive of torch.save for each segment. Where those begin and end stands in a file beside it until ``finish`` has put it
-into ``.metadata``.
+archive of torch.save for each segment. Where those begin and end stands in a file beside it, from which ``finish`` makes
+``.metadata``. It stays, so that this can be done again where a process was killed meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 class DcpEngine:
     name = "dcp"
-    patterns = ("__{rank}_*",)
+    patterns = ("__{rank}_*", ".__{rank}_*")
 
     def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
         writer = _writer(folder)
@@ -87,17 +87,16 @@ class DcpEngine:
         _writer(folder).finish(metadata, [results])
         with (folder / METADATA).open("rb") as file:
             os.fsync(file.fileno())
-        for path in folder.glob(f"*{_ARCHIVES}"):
-            path.unlink()
         fsio.fsync_folder(folder)
 
 
-class _NewFiles(FileSystem):
-    """Never into a file that another writer has made."""
+class _Files(FileSystem):
+    """Data never goes into a file that is there; an index may, of a process that was killed."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with open(path, mode.replace("w", "x"), opener=lambda p, flags: os.open(p, flags, 0o640)) as stream:
+        mode = "xb" if Path(path).suffix == ".distcp" else mode
+        with open(path, mode, opener=lambda p, flags: os.open(p, flags, 0o640)) as stream:
             yield cast(io.IOBase, stream)
 
 
@@ -138,7 +137,7 @@ def _writer(folder: Path) -> FileSystemWriter:
     # One thread: two are no faster, and what goes wrong in the second is lost. No copying ahead: that is for tensors on
     # a device, and would start CUDA where there is one. Its fsync comes before its flush (torch 2.13), so ours follows.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-    writer.fs = _NewFiles()
+    writer.fs = _Files()
     return writer
 
 

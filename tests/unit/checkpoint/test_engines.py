@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -162,6 +164,29 @@ def test_ranks_write_beside_each_other_and_never_over_what_is_there(each: Engine
         assert written(tmp_path, staging, places) == staging.expected()
 
 
+def test_a_part_and_the_index_can_be_written_again(each: Engine, tmp_path: Path) -> None:
+    """As after a kill: of a part all files are known, and nothing that an index has left is in the way."""
+    ranks = {}
+    for rank in (0, 1, 11):
+        staging = Staging(rank)
+        staging.add(f"model/{rank}", [20 << 20])
+        staging.add(f"model/none {rank}", [0])
+        before = set(tmp_path.iterdir())
+        ranks[rank] = (staging, each.write(tmp_path, rank, staging.segments, staging.memory))
+        made = set(tmp_path.iterdir()) - before
+        assert made == {p for pattern in each.patterns for p in tmp_path.glob(pattern.format(rank=rank))} != set()
+    each.finish(tmp_path, records(list(ranks.values())))
+    for pattern in each.patterns:
+        for path in tmp_path.glob(pattern.format(rank=1)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    staging = ranks[1][0]
+    ranks[1] = (staging, each.write(tmp_path, 1, staging.segments, staging.memory))
+    (tmp_path / ".metadata.tmp").write_bytes(b"half an index")
+    each.finish(tmp_path, records(list(ranks.values())))
+    for staging, places in ranks.values():
+        assert written(tmp_path, staging, places) == staging.expected()
+
+
 def test_all_that_is_written_is_synced(each: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[int, Any] = {}
     real = os.fsync
@@ -191,7 +216,7 @@ def test_all_that_is_written_is_synced(each: Engine, tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder in which no more than 1 MiB fits into a file, and the errno that one gets there."""
+    """A folder with room for 1 MiB, and the errno of more. Without the right to mount one, it is of each file."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -225,17 +250,42 @@ def test_a_full_disk_is_an_os_error_and_nothing_writes_on(
     assert caplog.records == []
 
 
+def test_torchsnapshot_ends_what_it_has_begun_before_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = engine("torchsnapshot")
+    begun, ended = set(), set()
+
+    async def write(self: object, write_io: Any) -> None:
+        if write_io.path == "segment-0":
+            while len(begun) < 3:
+                await asyncio.sleep(0)
+            raise OSError(errno.ENOSPC, "full")
+        begun.add(write_io.path)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        ended.add(write_io.path)
+
+    monkeypatch.setattr("torchsnapshot.storage_plugins.fs.FSStoragePlugin.write", write)
+    staging = Staging()
+    for n in range(4):
+        staging.add(f"model/{n}", [17 << 20])
+    with pytest.raises(OSError, match="full"):
+        writes.write(tmp_path, 0, staging.segments, staging.memory)
+    assert ended == begun == {"segment-1", "segment-2", "segment-3"}
+
+
 @pytest.mark.parametrize("name", ["dcp", "torchsnapshot"])
 def test_a_disk_that_fills_before_the_end_is_an_os_error(name: str, full_disk: tuple[Path, int]) -> None:
     disk, wanted = full_disk
     staging = Staging()
-    for n in range(20_000 if wanted == errno.EFBIG else 20):
+    for n in range(20):
         staging.add(f"model/{n}", [4])
     places = engine(name).write(disk, 0, staging.segments, staging.memory)
     if wanted == errno.ENOSPC:
         with pytest.raises(OSError), (disk / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with pytest.raises(OSError) as caught:
         engine(name).finish(disk, records([(staging, places)]))
     assert caught.value.errno == wanted
@@ -305,7 +355,6 @@ def test_torch_loads_what_dcp_wrote(tmp_path: Path) -> None:
     state["other/none"] = torch.zeros(0, 3, dtype=torch.float16)
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert [name for name, t in tensors.items() if not same(state[name], t)] == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
 def test_torch_makes_one_file_of_what_dcp_wrote(tmp_path: Path) -> None:
@@ -354,6 +403,7 @@ def test_torchsnapshot_reads_what_was_written_through_it(tmp_path: Path) -> None
         out = torch.zeros_like(stored_as(t))
         snapshot.read_object(f"0/{name}", obj_out=out)
         assert same(out, stored_as(t)), name
+    assert snapshot.get_manifest().keys() == {f"0/{name}" for name in tensors}
     # Of what one rank has written it knows the shape.
     assert same(snapshot.read_object("0/other/step"), tensors["other/step"])
 
@@ -367,14 +417,19 @@ def test_a_process_group_makes_no_difference(each: Engine, tmp_path: Path) -> No
     assert written(tmp_path, staging, places) == staging.expected()
 
 
-def test_what_is_not_of_this_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch whose archives hold a tensor otherwise than in one piece."""
-    real: Callable[..., None] = torch.save
+def in_halves(value: torch.Tensor, file: Any, save: Callable[..., None] = torch.save) -> None:
+    save([value[: len(value) // 2].clone(), value[len(value) // 2 :].clone()], file)
 
-    def twice(value: torch.Tensor, file: Any) -> None:
-        real([value[: len(value) // 2].clone(), value[len(value) // 2 :].clone()], file)
 
-    monkeypatch.setattr(torch, "save", twice)
+def as_once(value: torch.Tensor, file: Any, save: Callable[..., None] = torch.save) -> None:
+    save(value, file, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("save", [in_halves, as_once])
+def test_a_torch_that_saves_otherwise_is_refused(
+    save: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "save", save)
     staging = Staging()
     staging.add("model/a", [1000])
     with pytest.raises(CheckpointError, match=r"model/a.*in one piece"):

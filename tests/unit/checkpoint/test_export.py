@@ -154,6 +154,10 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
     else:
         found = tensors_of(tmp_path / "out")
         assert names_in(tmp_path / "out") == ["model.safetensors"]
+        data = (tmp_path / "out" / "model.safetensors").read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        offsets = {k: v["data_offsets"][0] for k, v in json.loads(data[8 : 8 + length]).items() if k in found}
+        assert length % 8 == 0 and all(at % found[k].element_size() == 0 for k, at in offsets.items())
     wanted = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     assert found.keys() == wanted.keys()
     assert [k for k in wanted if bits(found[k]) != bits(wanted[k])] == []
@@ -355,7 +359,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     values = list(os.statvfs(tmp_path))
     values[4] = 3  # f_bavail
     monkeypatch.setattr(exporting.os, "statvfs", lambda _: os.statvfs_result(values))
-    with pytest.raises(CheckpointError, match=rf"\d+ bytes are needed, {3 * values[1]} are free(.|\n)*make room"):
+    with pytest.raises(CheckpointError, match=rf"[\d,]+ bytes are needed, {3 * values[1]:,} are free(.|\n)*make room"):
         export(Request(folder, tmp_path / "out"))
     assert names_in(tmp_path) == ["checkpoints"]
 
@@ -391,3 +395,6 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
     export(Request(folder, tmp_path / "out", recipe=recipe_of(), shard_bytes=2_000_000))
     assert done[:4] == ["safetensors", "safetensors", "json", "json"]
     assert done[5:] == ["named", tmp_path.name]
+    done.clear()
+    export(Request(folder, tmp_path / "model.pt", "torch"))
+    assert len(done) == 3 and done[1:] == ["named", tmp_path.name]

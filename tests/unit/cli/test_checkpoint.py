@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from clustertrain import clock
+from clustertrain import clock, proc
 from clustertrain.checkpoint import blocks, offline
 from clustertrain.checkpoint import manifest as index
 from clustertrain.cli import progress
@@ -289,6 +289,13 @@ def test_export_says_what_it_wrote(run: Path, command: Command, tmp_path: Path) 
         "bytes": size // 2,
     }
     assert {t.dtype for t in torch.load(tmp_path / "x.pt", weights_only=True).values()} == {torch.bfloat16}
+
+
+def test_neither_an_export_nor_a_comparison_imports_torch(run: Path) -> None:
+    program = "import sys; from clustertrain.cli.main import main; code = main(); print(code, 'torch' in sys.modules)"
+    for words, code in (["diff", "net@3", "net@6"], 1), (["export", "net", "-o", "out", "--dtype", "bfloat16"], 0):
+        done = proc.run([sys.executable, "-c", program, "checkpoint", *words], cwd=run, timeout_s=60.0)
+        assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
 
 
 def test_a_checkpoint_in_a_runs_folder_has_the_runs_recipe(run: Path, command: Command, tmp_path: Path) -> None:
