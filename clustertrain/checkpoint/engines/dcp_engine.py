@@ -2,7 +2,7 @@
 checkpoint: ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save``, …
 
 Only DCP's writer is used, not its planning, which goes through a process group. Each rank writes one file, in it an
-archive of torch.save for each segment. Where those begin and end stands in a file beside it, from which ``finish`` makes
+archive of torch.save for each segment. Where those begin and end stands in a file beside it, of which ``finish`` makes
 ``.metadata``. It stays, so that this can be done again where a process was killed meanwhile.
 """
 

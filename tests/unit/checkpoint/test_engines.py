@@ -25,7 +25,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.engines import ENGINES, Engine, engine, staged
+from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import ShardRecord, TensorRecord
 from clustertrain.checkpoint.segments import Place, Segment
 from clustertrain.errors import CheckpointError, ConfigError
@@ -406,6 +410,22 @@ def test_torchsnapshot_reads_what_was_written_through_it(tmp_path: Path) -> None
     assert snapshot.get_manifest().keys() == {f"0/{name}" for name in tensors}
     # Of what one rank has written it knows the shape.
     assert same(snapshot.read_object("0/other/step"), tensors["other/step"])
+
+
+def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path: Path) -> None:
+    def state_of(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {"model": torch.nn.Linear(70, 50).bfloat16(), "mask": torch.rand(9) > 0.5, "step": torch.tensor(seed)}
+
+    manager = CheckpointManager(tmp_path, Ranks(), attempt="1", layout={}, engine=each.name, background=False)
+    saved, found = state_of(1), state_of(2)
+    manager.save(7, saved)
+    restored = manager.restore(found)
+    assert restored is not None
+    assert restored.step == 7
+    assert same(found["model"].weight.detach(), saved["model"].weight.detach())
+    assert [same(found[k], saved[k]) for k in ("mask", "step")] == [True, True]
+    offline.verify(index.folders(tmp_path)[0])
 
 
 @pytest.mark.usefixtures("rank_1_of_3")
