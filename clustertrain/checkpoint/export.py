@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,9 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.formats import Item, check_safetensors, write_safetensors
 from clustertrain.checkpoint.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.offline import Progress, assemble, unwatched
-from clustertrain.errors import CheckpointError, NotFound, UsageError
+from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
 from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
 
 Format = Literal["safetensors", "torch"]
 Names = Literal["own", "huggingface"]
@@ -43,9 +44,8 @@ class Request:
     """What to export from the checkpoint in ``folder``, and where to.
 
     ``output`` is the file for torch and the folder for safetensors. ``dtype`` is what floating tensors are converted
-    to; None: none is. A file of safetensors has at most ``shard_bytes``, or one tensor. ``recipe`` is that of the run
-    where the built-in trainer made the model. ``names`` None: Hugging Face's for safetensors of a model that it has,
-    else our own.
+    to; None: none is. A file of safetensors has at most ``shard_bytes``, or one tensor. ``names`` None: Hugging Face's
+    for safetensors of a model that it has, else our own.
     """
 
     folder: Path
@@ -54,7 +54,6 @@ class Request:
     dtype: str | None = None
     shard_bytes: int = 5_000_000_000
     names: Names | None = None
-    recipe: Recipe | None = None
     force: bool = False
 
 
@@ -79,13 +78,14 @@ def export(request: Request, progress: Progress = unwatched) -> Exported:
         NotFound: the folder that it shall lie in is not there.
         Damaged: bytes of the checkpoint are not as they were written.
         StorageError: the checkpoint cannot be read, now at least.
-        CheckpointError: the disk is full, a folder is not writable, …; the tensors do not fit the recipe, or hold what
-            the format or ``dtype`` cannot. Nothing is left there then.
+        CheckpointError: the disk is full, a folder is not writable, …; there are no tensors of a model, or they hold
+            what the format or ``dtype`` cannot. Nothing is left there then.
     """
     manifest = index.read_manifest(request.folder)
     index.check_sizes(request.folder, manifest)
-    names = request.names or ("huggingface" if request.format == "safetensors" and _is_llama(request) else "own")
-    items = [_item(n, t, request.dtype) for n, t in _named(request, manifest, names)]
+    recipe, named = _named(request, manifest)
+    names: Names = "own" if recipe is None else "huggingface"
+    items = [_item(n, t, request.dtype) for n, t in named]
     if request.format == "safetensors":
         check_safetensors(items)
     output = Path(os.path.realpath(request.output.expanduser()))
@@ -94,7 +94,7 @@ def export(request: Request, progress: Progress = unwatched) -> Exported:
     temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         _check_room(output.parent, size)
-        files = _write(request, temporary, items, names, progress)
+        files = _write(request, temporary, items, recipe, progress)
         _publish(temporary, output)
     except OSError as e:
         raise CheckpointError(
@@ -124,36 +124,45 @@ def model_tensors(manifest: Manifest) -> dict[str, TensorRecord]:
     return {f"{key}.{fqn}": t for key, found in modules.items() for fqn, t in found.items()}
 
 
-def _is_llama(request: Request) -> bool:
-    return request.recipe is not None and request.recipe.model.is_decoder
+Named = list[tuple[str, TensorRecord]]  # in the order in which they are written
 
 
-def _named(request: Request, manifest: Manifest, names: Names) -> list[tuple[str, TensorRecord]]:
+def _named(request: Request, manifest: Manifest) -> tuple[Recipe | None, Named]:
+    """The tensors with their names; with Hugging Face's comes the recipe that says what they are."""
     tensors = model_tensors(manifest)
     if not tensors:
         raise CheckpointError(
             f"{request.folder}: holds no model",
             fix="put the module itself into the state, not what its state_dict says",
         )
-    if names == "own":
-        return sorted(tensors.items(), key=lambda pair: _in_order(pair[0]))
-    if not _is_llama(request):
+    if request.names == "huggingface" or (request.names is None and request.format == "safetensors"):
+        try:
+            return _as_llama(request, manifest, tensors)
+        except ClusterTrainError:
+            if request.names is not None:
+                raise
+    return None, sorted(tensors.items(), key=lambda pair: _in_order(pair[0]))
+
+
+def _as_llama(request: Request, manifest: Manifest, tensors: Mapping[str, TensorRecord]) -> tuple[Recipe, Named]:
+    document = manifest.about.get("recipe")
+    recipe = build(document, Recipe, f"{request.folder}: recipe") if document else None
+    if recipe is None or not recipe.model.is_decoder:
         raise UsageError(
             f"--names huggingface: {request.folder} is not known to be a built-in decoder's",
             fix="name a run of the built-in trainer with model.kind decoder, or say --names own",
         )
-    assert request.recipe is not None
-    wanted = huggingface.tensors(request.recipe.model)
+    wanted = huggingface.tensors(recipe.model)
     found = {ours: t.shape for ours, t in tensors.items()}
     expected = {ours: shape for ours, (_, shape) in wanted.items()}
     if found != expected:
         name = min(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-        raise CheckpointError(
-            f"{request.folder}: {name} has shape {found.get(name, 'none')}, by the run's spec.toml "
-            f"{expected.get(name, 'none')}",
-            fix="was the recipe changed? --names own exports it as it is",
+        raise UsageError(
+            f"--names huggingface: {request.folder} is no built-in decoder's: {name} has shape "
+            f"{found.get(name, 'none')}, by the recipe {expected.get(name, 'none')}",
+            fix="say --names own",
         )
-    return [(theirs, tensors[ours]) for ours, (theirs, _) in wanted.items()]
+    return recipe, [(theirs, tensors[ours]) for ours, (theirs, _) in wanted.items()]
 
 
 def _in_order(name: str) -> list[tuple[bool, int, str]]:
@@ -227,7 +236,9 @@ def _remove(path: Path) -> None:
 # -- the bytes
 
 
-def _write(request: Request, path: Path, items: Sequence[Item], names: Names, progress: Progress) -> tuple[str, ...]:
+def _write(
+    request: Request, path: Path, items: Sequence[Item], recipe: Recipe | None, progress: Progress
+) -> tuple[str, ...]:
     """Write the file or the folder ``path``; returns the names of the files in the folder."""
     total, done = sum(i.nbytes for i in items), 0
 
@@ -254,12 +265,8 @@ def _write(request: Request, path: Path, items: Sequence[Item], names: Names, pr
         where = {i.name: file for file, shard in zip(files, shards, strict=True) for i in shard}
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
         files.append(INDEX)
-    if names == "huggingface":
-        assert request.recipe is not None
-        _write_json(
-            path / CONFIG,
-            huggingface.config(request.recipe.model, request.recipe.data.seq_len, items[0].dtype),
-        )
+    if recipe is not None:
+        _write_json(path / CONFIG, huggingface.config(recipe.model, recipe.data.seq_len, items[0].dtype))
         files.append(CONFIG)
     fsio.fsync_folder(path)
     return tuple(files)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,21 +17,15 @@ from clustertrain.cli.common import find_run, json_option, named_run_argument, p
 from clustertrain.cli.progress import Bar
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound, UsageError
 
-if TYPE_CHECKING:
-    from clustertrain.run.folder import RunDir
-    from clustertrain.spec.recipe import Recipe
-
 step_option = click.option("--step", type=click.IntRange(min=0), help="Which one.  [default: see above]")
 
 
 @dataclass(frozen=True)
 class Place:
-    """What RUN stands for: the folder ``root`` with checkpoints, or in it the one in ``folder`` or of ``step``. ``run``
-    is None for checkpoints outside of a run's folder."""
+    """What RUN stands for: the folder ``root`` with checkpoints, or in it the one in ``folder`` or of ``step``."""
 
     label: str
     root: Path
-    run: RunDir | None
     folder: Path | None = None
     step: int | None = None
 
@@ -71,24 +65,18 @@ def locate(name: str) -> Place:
         place = locate(before)
         if place.is_one:
             raise UsageError(f"{name}: {before} is one checkpoint already", fix=f"leave out @{step}")
-        return Place(place.label, place.root, place.run, step=int(step))
+        return Place(place.label, place.root, step=int(step))
     if "/" not in name:
         run = find_run(name)
-        return Place(run.id, run.checkpoints, run)
+        return Place(run.id, run.checkpoints)
     path = Path(name).expanduser().absolute()
     if (path / "spec.toml").is_file():
-        return Place(path.name, path / "checkpoints", _run_at(path))
+        return Place(path.name, path / "checkpoints")
     if not path.is_dir():
         raise NotFound(f"{path}: no such folder")
     if index.step_of(path) is None:
-        return Place(str(path), path, _run_at(path.parent))
-    return Place(str(path.parent), path.parent, _run_at(path.parent.parent), folder=path)
-
-
-def _run_at(path: Path) -> RunDir | None:
-    from clustertrain.run.folder import open_run
-
-    return open_run(path) if (path / "spec.toml").is_file() else None
+        return Place(str(path), path)
+    return Place(str(path.parent), path.parent, folder=path)
 
 
 @click.group()
@@ -270,9 +258,7 @@ def export(
 
     place = locate(name)
     folder = place.chosen(step)
-    own = names == "own" or (form == "torch" and names is None)
-    recipe = None if own else _recipe(place.run)
-    request = Request(folder, output, form, dtype, max_shard_size, names, recipe, force)
+    request = Request(folder, output, form, dtype, max_shard_size, names, force)
     with Bar("exported") as bar:
         done = write(request, bar)
     if as_json:
@@ -283,16 +269,6 @@ def export(
     click.echo(f"step {done.step}: {done.tensors} tensors, {size(done.bytes)}, {done.names} names, in {done.path}")
     for file in done.files:
         click.echo(f"  {file}")
-
-
-def _recipe(run: RunDir | None) -> Recipe | None:
-    """What the built-in trainer was asked for; None where a script of the user's made the model."""
-    if run is None:
-        return None
-    from clustertrain.run.spec import load_spec
-
-    spec = load_spec(run)
-    return None if spec.script is not None else spec.recipe
 
 
 @checkpoint.command()

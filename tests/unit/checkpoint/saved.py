@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 import torch
 from torch import nn
 
@@ -21,11 +20,25 @@ from clustertrain.spec.strict import build
 from clustertrain.train.model import Decoder
 
 
-def save(root: Path, step: int, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> Path:
+def save(
+    root: Path,
+    step: int,
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
     manager = CheckpointManager(
-        root, Ranks(), attempt="1", layout={"strategy": "single"}, policy=Policy(keep=100), background=False
+        root,
+        Ranks(),
+        attempt="1",
+        layout={"strategy": "single"},
+        policy=Policy(keep=100),
+        background=False,
+        about={"recipe": msgspec.to_builtins(recipe)} if recipe else {},
     )
-    return manager.save(step, state, rank_state).path
+    saved = manager.save(step, state, rank_state)
+    assert saved is not None
+    return saved.path
 
 
 def change_index(folder: Path, **fields: Any) -> None:
@@ -51,12 +64,12 @@ def decoder(recipe: Recipe, seed: int = 0) -> Decoder:
 def make_run(folder: Path, model: nn.Module, steps: tuple[int, ...], **sizes: Any) -> Path:
     """A run's folder with checkpoints of ``model`` and an optimizer that has made one step before each."""
     folder.mkdir(parents=True)
-    (folder / "spec.toml").write_text(tomli_w.dumps({"recipe": {"model": {"preset": "tiny", **sizes}}}))
+    (folder / "spec.toml").touch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in steps:
         for p in model.parameters():
             p.grad = torch.full_like(p, 0.1)
         optimizer.step()
         state = {"model": model, "optimizer": optimizer, "data": {"position": step * 10}}
-        save(folder / "checkpoints", step, state, {"random": torch.get_rng_state()})
+        save(folder / "checkpoints", step, state, {"random": torch.get_rng_state()}, recipe_of(**sizes))
     return folder

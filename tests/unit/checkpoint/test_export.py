@@ -21,14 +21,14 @@ from clustertrain.checkpoint import export as exporting
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.export import Request, export
 from clustertrain.checkpoint.manifest import Damaged
-from clustertrain.errors import CheckpointError, NotFound, UsageError
+from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageError
 from clustertrain.train.model import Decoder
-from tests.unit.checkpoint.saved import decoder, recipe_of, save
+from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save(tmp_path / "checkpoints", 3, {"model": decoder(recipe_of())})
+    return save(tmp_path / "checkpoints", 3, {"model": decoder(recipe_of())}, recipe=recipe_of())
 
 
 def names_in(path: Path) -> list[str]:
@@ -57,14 +57,8 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, sizes: dict[str, 
 
     recipe = recipe_of(**sizes)
     ours = decoder(recipe).eval()
-    done = export(
-        Request(
-            save(tmp_path / "checkpoints", 3, {"model": ours}),
-            tmp_path / "out",
-            recipe=recipe,
-            shard_bytes=shard_bytes,
-        )
-    )
+    folder = save(tmp_path / "checkpoints", 3, {"model": ours}, recipe=recipe)
+    done = export(Request(folder, tmp_path / "out", shard_bytes=shard_bytes))
     assert (done.step, done.names, done.bytes) == (3, "huggingface", sum(p.nbytes for p in ours.parameters()))
     theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
@@ -91,7 +85,7 @@ def test_names_and_shapes_are_those_of_transformers(preset: str) -> None:
 
 def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Path) -> None:
     most = 700_000
-    done = export(Request(folder, tmp_path / "out", recipe=recipe_of(), shard_bytes=most))
+    done = export(Request(folder, tmp_path / "out", shard_bytes=most))
     document = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = [f"model-{i:05}-of-00006.safetensors" for i in range(1, 7)]
     assert done.files == (*files, "model.safetensors.index.json", "config.json")
@@ -108,7 +102,7 @@ def test_shards_are_listed_as_transformers_lists_them(tmp_path: Path, folder: Pa
 
 
 def test_a_tensor_larger_than_a_shard_has_one_for_itself(tmp_path: Path, folder: Path) -> None:
-    done = export(Request(folder, tmp_path / "out", shard_bytes=1))
+    done = export(Request(folder, tmp_path / "out", shard_bytes=1, names="own"))
     assert len(done.files) == done.tensors + 1
     assert tensors_of(tmp_path / "out").keys() == decoder(recipe_of()).state_dict().keys()
 
@@ -164,7 +158,7 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, form: Any) -> None:
 
 
 def test_a_state_dict_loads_into_the_module(tmp_path: Path, folder: Path) -> None:
-    export(Request(folder, tmp_path / "model.pt", "torch", recipe=recipe_of()))
+    export(Request(folder, tmp_path / "model.pt", "torch"))
     other = decoder(recipe_of(), seed=1)
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     tokens = torch.arange(20)[None]
@@ -190,7 +184,7 @@ def test_floating_tensors_are_converted_and_no_others(tmp_path: Path, form: Any)
 
 
 def test_the_config_says_the_dtype_that_was_written(tmp_path: Path, folder: Path) -> None:
-    export(Request(folder, tmp_path / "out", recipe=recipe_of(), dtype="bfloat16"))
+    export(Request(folder, tmp_path / "out", dtype="bfloat16"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert {t.dtype for t in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
@@ -227,20 +221,29 @@ def test_memory_holds_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_a_model_that_is_not_known_keeps_its_names(tmp_path: Path, form: Any) -> None:
-    folder = save(tmp_path / "checkpoints", 1, {"model": nn.Linear(2, 2)})
-    for recipe in (None, recipe_of(preset="", kind="two-tower")):
-        request = Request(folder, tmp_path / "out", form, recipe=recipe, force=True)
-        assert export(request).names == "own"
-        with pytest.raises(UsageError, match="not known to be a built-in decoder's"):
-            export(replace(request, names="huggingface"))
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (None, "not known to be a built-in decoder's"),
+        (recipe_of(preset="", kind="two-tower"), "not known to be a built-in decoder's"),
+        (recipe_of(), r"bias has shape \(2,\), by the recipe none"),  # a script's model
+    ],
+    ids=["no recipe", "two towers", "another model"],
+)
+def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path: Path, form: Any, recipe: Any, why: str) -> None:
+    folder = save(tmp_path / "checkpoints", 1, {"model": nn.Linear(2, 2)}, recipe=recipe)
+    request = Request(folder, tmp_path / "out", form)
+    with pytest.raises(UsageError, match=why):
+        export(replace(request, names="huggingface"))
+    assert export(request).names == "own"
 
 
-def test_a_model_that_is_not_the_recipes_is_not_renamed(tmp_path: Path, folder: Path) -> None:
-    other = recipe_of(layers=3)
-    with pytest.raises(CheckpointError, match=r"layers\.3\.attention\.k\.weight has shape \(64, 128\), by .* none"):
-        export(Request(folder, tmp_path / "out", recipe=other))
-    assert export(Request(folder, tmp_path / "out", recipe=other, names="own")).names == "own"
+def test_a_recipe_of_another_version_is_no_reason_not_to_export(tmp_path: Path, folder: Path) -> None:
+    recipe = index.read_manifest(folder).about["recipe"]
+    change_index(folder, about={"recipe": {**recipe, "model": {**recipe["model"], "experts": 8}}})
+    assert export(Request(folder, tmp_path / "out")).names == "own"
+    with pytest.raises(ConfigError, match=r"unknown key 'model\.experts'"):
+        export(Request(folder, tmp_path / "other", names="huggingface"))
 
 
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -266,7 +269,7 @@ def test_only_an_earlier_export_is_replaced_and_only_on_demand(tmp_path: Path, f
     with pytest.raises(UsageError, match="is there already"):
         export(Request(folder, output))
     export(Request(folder, output, force=True))
-    assert names_in(output) == ["model.safetensors"]
+    assert names_in(output) == ["config.json", "model.safetensors"]
     (output / "notes.txt").touch()
     with pytest.raises(UsageError, match=r"holds notes\.txt, which is no part of an export"):
         export(Request(folder, output, force=True))
@@ -392,7 +395,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", watch)
     monkeypatch.setattr(Path, "replace", named)
-    export(Request(folder, tmp_path / "out", recipe=recipe_of(), shard_bytes=2_000_000))
+    export(Request(folder, tmp_path / "out", shard_bytes=2_000_000))
     assert done[:4] == ["safetensors", "safetensors", "json", "json"]
     assert done[5:] == ["named", tmp_path.name]
     done.clear()
