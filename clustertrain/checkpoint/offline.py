@@ -1,4 +1,4 @@
-"""Checkpoints without torch and without a process group: list, verify, digest, prune."""
+"""Checkpoints without torch and without a process group: list, verify, digest, assemble, prune."""
 
 from __future__ import annotations
 

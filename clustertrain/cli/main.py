@@ -24,7 +24,7 @@ COMMANDS = {
     "cancel": ("clustertrain.cli.jobs:cancel", "End runs for good."),
     "requeue": ("clustertrain.cli.jobs:requeue", "Stop at a checkpoint and start again, or continue an ended run."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
-    "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, digest and prune checkpoints."),
+    "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
 }
 
 
