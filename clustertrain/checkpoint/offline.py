@@ -193,17 +193,6 @@ def find(root: Path, step: int | None = None) -> Path:
     return committed[-1]
 
 
-def looks_whole(folder: Path) -> bool:
-    """Marker, index and file sizes fit. Reads no data, so a flipped byte is not seen."""
-    try:
-        index.check_sizes(folder, index.read_manifest(folder))
-    except StorageError:
-        raise  # it may well be whole: no ground to delete anything
-    except CheckpointError:
-        return False
-    return True
-
-
 def verifies(folder: Path) -> bool:
     """Every byte is as it was written."""
     try:

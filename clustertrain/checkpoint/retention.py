@@ -145,6 +145,17 @@ def apply(
     return going
 
 
+def looks_whole(folder: Path) -> bool:
+    """Marker, index and file sizes fit. Reads no data, so a flipped byte is not seen."""
+    try:
+        index.check_sizes(folder, index.read_manifest(folder))
+    except StorageError:
+        raise  # it may well be whole: no ground to delete anything
+    except CheckpointError:
+        return False
+    return True
+
+
 def remove(folder: Path) -> None:
     """Delete a checkpoint. It loses its name first, so that half of one never looks like a whole one; what a kill
     leaves behind has the name of a save that did not end, and goes as such at the next restore."""

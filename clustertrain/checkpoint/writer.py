@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.checkpoint import integrity, offline, points, retention
+from clustertrain.checkpoint import integrity, points, retention
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.engines import Engine, engine
 from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
@@ -220,7 +220,7 @@ def publish(staging: Path, final: Path) -> None:
 def _retire(root: Path, policy: Policy) -> None:
     try:
         # Without reading all bytes again: that would take as long as a restore, at every save.
-        retention.apply(root, policy, good=offline.looks_whole)
+        retention.apply(root, policy, good=retention.looks_whole)
     except (OSError, StorageError) as e:
         # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
         log.warning("old checkpoints in %s could not be deleted: %s", root, e)
