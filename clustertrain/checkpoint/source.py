@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from clustertrain.spec.urls import is_url, storage_class
+from clustertrain.spec.places import is_url, storage_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
 Pread = Callable[[memoryview, int], int]
