@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check format benchmarks parity gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -49,6 +49,9 @@ benchmarks: setup ## speed against peers; writes benchmarks/results/
 
 parity: setup ## every layout against one process, the whole table; writes benchmarks/results/parity.json
 	$(BIN)/python -m tests.parity
+
+reshape: setup ## what each layout saves, loaded by each, the whole table; writes benchmarks/results/reshape.json
+	$(BIN)/python -m tests.reshape
 
 gpu-check: setup ## what needs a CUDA GPU
 	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu

@@ -86,9 +86,6 @@ def die_at(step: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (("fsdp", 4), ("ddp", 2)),
-        (("ddp", 2), ("fsdp", 3)),
-        (("fsdp", 3), ("fsdp", 4)),
         (("zero1", 3), ("ddp", 4)),
         (("zero1", 2), ("fsdp", 2)),
         (("fsdp", 2), ("zero1", 3)),
@@ -124,16 +121,6 @@ def save_what_was_restored() -> None:
         return step
 
     Keeping.restore = restore  # type: ignore[method-assign]
-
-
-def test_another_number_of_ranks_goes_on_in_the_same_data(tmp_path: Path) -> None:
-    whole = uninterrupted(tmp_path, "fsdp", 4)
-    run = make_run(tmp_path / "parts", "fsdp", 4)
-    Ranks(run, 4, 1, setup=touch_stop_at, args=(STOP_AT,)).expect(0)
-    write_plan(run, "ddp", 2)
-    second = Ranks(run, 2, 2).expect(0)
-    for step, (loss, norm) in second.losses().items():
-        assert (loss, norm) == pytest.approx(whole.losses()[step], rel=1e-4)
 
 
 def test_a_completed_run_does_nothing_more(tmp_path: Path) -> None:
