@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from clustertrain import clock
-from clustertrain.checkpoint import writer
+from clustertrain.checkpoint import local, writer
 from clustertrain.checkpoint.trouble import Trouble, told
 from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
@@ -49,10 +49,11 @@ Message = Memory | Write | Commit | Abandon
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """``ended`` is by the monotonic clock, which is the machine's."""
+    """``ended`` is by the monotonic clock, which is the machine's. "keep": a part is in the node's own folder, and the
+    memory that it was staged in is free."""
 
     step: int
-    of: Literal["write", "commit"]
+    of: Literal["keep", "write", "commit"]
     bytes: int = 0
     ended: float
     trouble: Trouble | None = None
@@ -61,12 +62,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def perform(
     job: Write | Commit, memory: memoryview | None, go_on: Callable[[], bool], may_prune: Callable[[], bool]
 ) -> Outcome:
-    """Do a job and say how it went."""
+    """Do a job and say how it went. A part that is not in ``memory`` is in the node's own folder."""
     of: Literal["write", "commit"] = "write" if isinstance(job, Write) else "commit"
     try:
         if isinstance(job, Write):
-            assert memory is not None
-            size = writer.write(job, memory)
+            size = writer.write(job, memory) if memory is not None else local.hand_on(job)
         else:
             size = writer.commit(job, go_on, may_prune)
     except (OSError, CheckpointError) as e:
@@ -149,11 +149,12 @@ class Background:
     def submit(self, job: Write | Commit, staging: Staging | None) -> None:
         self.start()
         with suppress(OSError):  # it has died; outcome() tells
-            if staging is not None and isinstance(job, Write) and self._sent.get(job.memory) != staging.fd:
+            number = job.memory if isinstance(job, Write) else None
+            if staging is not None and number is not None and self._sent.get(number) != staging.fd:
                 assert staging.fd is not None and self._process is not None and self._pipe is not None
-                self._send(Memory(index=job.memory, size=staging.size))
+                self._send(Memory(index=number, size=staging.size))
                 reduction.send_handle(self._pipe, staging.fd, self._process.pid)
-                self._sent[job.memory] = staging.fd
+                self._sent[number] = staging.fd
             self._send(job)
 
     def abandon(self, step: int) -> None:

@@ -6,6 +6,7 @@ which they do not. What became of it the ranks tell each other at the next save 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import threading
@@ -15,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from clustertrain import clock
+from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points
 from clustertrain.checkpoint.agree import Ranks
@@ -55,13 +58,24 @@ class Saved:
 @dataclass(frozen=True)
 class Restored:
     """``rank_state`` is None when another number of ranks saved it. ``skipped`` tells which newer checkpoints were
-    passed over: ``[{"step", "path", "why"}]``."""
+    passed over: ``[{"step", "path", "why"}]``. ``from_local``: how many bytes all ranks have read from their nodes' own
+    disks, on rank 0; None without that tier."""
 
     step: int
     path: Path
     rank_state: Any
     restore_s: float
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    from_local: int | None = None
+
+
+@dataclass(frozen=True)
+class Local:
+    """The tier on the nodes' own disks. All ranks have one or none has; ``root`` is None where this node has no such
+    disk."""
+
+    root: Path | None
+    first: bool  # this rank is the first of its node
 
 
 @dataclass
@@ -76,6 +90,7 @@ class _Flight:
     sending: threading.Thread | None = None
     written: Outcome | None = None
     committed: Outcome | None = None
+    kept: bool = False  # on the node's own disk, and no more needed in memory
     retried: bool = False
 
     @property
@@ -114,9 +129,11 @@ class CheckpointManager:
         background: bool = True,
         device: torch.device = CPU,
         about: Mapping[str, Any] | None = None,
+        local: Local | None = None,
         on_commit: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
-        """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first."""
+        """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first. ``local``
+        needs ``background``."""
         self._root = root
         self._ranks = ranks
         self._attempt = attempt
@@ -128,7 +145,11 @@ class CheckpointManager:
         self._worker: Worker = Background(engine) if background else Inline()
         self._background = background
         self._stagings = [Staging(root, device) for _ in range(2 if device.type == "cuda" else 1)]
+        self._local = local
+        self._near_root = local.root if local is not None else None
         self._flights: deque[_Flight] = deque()
+        # With a disk of the node's own one more can be on its way, whose memory is free already.
+        self._most_flights = len(self._stagings) + (local is not None)
         self._saves = 0
         self._heard: set[int] = set()
 
@@ -168,7 +189,7 @@ class CheckpointManager:
             CheckpointError: likewise, where the state is one that cannot be saved.
         """
         started = clock.monotonic()
-        while len(self._flights) >= len(self._stagings):
+        while len(self._flights) >= self._most_flights:
             self._land()
         points.reached("before staging", self._ranks.rank)
         share, own = self._share(state, rank_state or {}, _failure(self._root, step))
@@ -176,6 +197,9 @@ class CheckpointManager:
         self._on_rank_0(lambda: _fresh_folder(folder), f"{folder}: cannot be made")
         number = self._saves % len(self._stagings)
         self._saves += 1
+        for before in self._flights:
+            if before.staging is self._stagings[number]:
+                self._await(before, lambda: before.kept or before.written is not None)  # noqa: B023
         write = Write(
             step=step,
             folder=str(folder),
@@ -184,6 +208,8 @@ class CheckpointManager:
             memory=number,
             segments=[],
             own=own,
+            # What a stop or the end waits for goes where it counts.
+            local=str(near.step_folder(self._near_root, step, self._attempt)) if self._near_root and not wait else "",
         )
         commit = None
         if self._ranks.rank == 0:
@@ -283,9 +309,9 @@ class CheckpointManager:
                 self._tell(self._saved(flight, *_committed(flight)))
         return any(f.trouble is not None for f in self._flights)
 
-    def close(self, timeout_s: float = 0.0) -> None:
+    def close(self, timeout_s: float = 0.0, *, over: bool = False) -> None:
         """Let the process that writes go when it is done; wait for it that long, so that what it does is not cut off by
-        the end of the job."""
+        the end of the job. ``over``: nobody will restore what is on the node's own disk."""
         until = clock.monotonic() + timeout_s
         while self._flights and not self._flights[-1].answered() and (left := until - clock.monotonic()) > 0:
             self._take(left)
@@ -293,6 +319,8 @@ class CheckpointManager:
         self._worker.close()
         for staging in self._stagings:
             staging.close()
+        if over and self._local is not None and self._local.first and self._near_root is not None:
+            near.remove(self._near_root)
 
     def _await(self, flight: _Flight, done: Callable[[], bool]) -> None:
         if flight.sending is not None:
@@ -311,7 +339,10 @@ class CheckpointManager:
             return False
         for flight in self._flights:
             if flight.step == outcome.step:
-                if outcome.of == "write":
+                if outcome.of == "keep":
+                    flight.kept = True
+                    flight.write = msgspec.structs.replace(flight.write, memory=None)
+                elif outcome.of == "write":
                     flight.written = outcome
                 else:
                     flight.committed = outcome
@@ -389,7 +420,8 @@ class CheckpointManager:
             try:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
-                reader = Reader(folder, manifest)
+                nearer = near.Near(self._near_root, step) if self._near_root is not None else None
+                reader = Reader(folder, manifest, nearer)
                 finish = reader.load(state)
                 same_world = manifest.world_size == self._ranks.world_size
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
@@ -399,7 +431,8 @@ class CheckpointManager:
             if not troubles:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
-                return Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
+                restored = Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
+                return self._with_local(restored, nearer.bytes if nearer is not None else 0)
             if any(t.of != "state" for t in troubles):
                 raise error(f"{folder}: cannot be read", troubles)
             skipped.append({"step": step, "path": str(folder), "why": "; ".join(t.why for t in troubles)})
@@ -410,6 +443,14 @@ class CheckpointManager:
                 fix="restore the files, or move the checkpoints away to begin again",
             )
         return None
+
+    def _with_local(self, restored: Restored, read: int) -> Restored:
+        """``read``: so many bytes this rank found on its node's own disk, where nothing else is worth keeping now."""
+        if self._local is None:
+            return restored
+        if self._local.first and self._near_root is not None:
+            near.tidy(self._near_root, restored.step, self._attempt)
+        return dataclasses.replace(restored, from_local=sum(self._ranks.gather(read)))
 
     def _sweep(self) -> None:
         """Clear away what a killed save has left. Only the attempt that owns the run gets here."""

@@ -15,6 +15,7 @@ from clustertrain.checkpoint import state as objects
 from clustertrain.checkpoint import tree
 from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
+from clustertrain.checkpoint.local import Near
 from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
 from clustertrain.checkpoint.source import Folder
 from clustertrain.errors import CheckpointError
@@ -28,8 +29,10 @@ _PIECE_BYTES = 16 * BLOCK_BYTES  # of a large shard, for one thread
 class Reader:
     """One committed checkpoint."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, near: Near | None = None) -> None:
+        """``near`` is asked for bytes before ``folder`` is."""
         self._folder = folder
+        self._near = near
         self._manifest = manifest
         self._tensors = {t.name: t for t in manifest.tensors}
         self._pool: ThreadPoolExecutor | None = None
@@ -127,18 +130,22 @@ class Reader:
         if dense and straight and plain:
             memory = local.detach().reshape(-1)[first:last].view(torch.uint8).numpy().data
             for at in range(0, len(memory), _PIECE_BYTES):
-                self._begin(read_into, memory[at : at + _PIECE_BYTES], self._folder, shard, low * size + at)
+                self._begin(self._read_into, memory[at : at + _PIECE_BYTES], shard, low * size + at)
             return
         into = local.detach()[here]
         shape = tuple(into.shape)
 
         def read() -> None:
             data = bytearray((high - low) * size)
-            read_into(memoryview(data), self._folder, shard, low * size)
+            self._read_into(memoryview(data), shard, low * size)
             flat = torch.frombuffer(data, dtype=getattr(torch, record.dtype))
             into.copy_(flat.as_strided(shape, strides_of(shard.shape)))
 
         self._begin(read)
+
+    def _read_into(self, into: memoryview, shard: ShardRecord, low: int) -> None:
+        if self._near is None or not self._near.read_into(into, shard, low):
+            read_into(into, self._folder, shard, low)
 
     def _begin(self, act: Callable[..., None], *args: Any) -> None:
         if self._pool is None:

@@ -29,15 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A rank's part. ``memory`` says in which staging buffer it lies; ``own`` are the JSON values of this rank."""
+    """A rank's part. ``memory`` says in which staging buffer it lies; None: no more, but in ``local``, a folder on the
+    node's own disk (where there is one). ``own`` are the JSON values of this rank."""
 
     step: int
     folder: str
     rank: int
     engine: str
-    memory: int
+    memory: int | None
     segments: list[Segment]
     own: Any
+    local: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -73,18 +75,29 @@ class Abandoned(CheckpointError):
     """Somebody said to give up, since another rank could not write its part."""
 
 
-def _done_file(folder: Path, rank: int) -> Path:
+def done_file(folder: Path, rank: int) -> Path:
     return folder / f".rank-{rank}.done"
 
 
 def write(job: Write, memory: memoryview) -> int:
-    """Write a part and its done-file; returns its bytes. The checksums are those of the staged bytes, computed while
-    they are written.
+    """Write a part and its done-file; returns its bytes.
 
     Raises:
         OSError: the disk is full, the quota is spent, …
     """
     folder = Path(job.folder)
+    part = put(folder, job, memory)
+    points.reached("written", job.rank)
+    leave(folder, job.rank, part)
+    return sum(s.nbytes for s in job.segments)
+
+
+def put(folder: Path, job: Write, memory: memoryview) -> Part:
+    """Write a part into ``folder``. The checksums are those of the staged bytes, computed while they are written.
+
+    Raises:
+        OSError: as :func:`write`.
+    """
     blocks: list[str] = []
     failed: list[BaseException] = []
 
@@ -98,27 +111,33 @@ def write(job: Write, memory: memoryview) -> int:
     beside.start()
     try:
         by = engine(job.engine)
-        _clear(folder, by, job.rank)
+        clear(folder, by, job.rank)
         points.reached("before writing", job.rank)
         places = by.write(folder, job.rank, job.segments, memory)
     finally:
         beside.join()
     if failed:
         raise failed[0]
-    points.reached("written", job.rank)
-    part = Part(segments=job.segments, places=places, blocks=blocks, own=job.own)
-    fsio.write_bytes(_done_file(folder, job.rank), msgspec.json.encode(part))
-    return sum(s.nbytes for s in job.segments)
+    return Part(segments=job.segments, places=places, blocks=blocks, own=job.own)
 
 
-def _clear(folder: Path, by: Engine, rank: int) -> None:
+def leave(folder: Path, rank: int, part: Part) -> None:
+    """Write the done-file of a part that is durable."""
+    fsio.write_bytes(done_file(folder, rank), msgspec.json.encode(part))
+
+
+def files_of(folder: Path, by: Engine, rank: int) -> list[Path]:
+    """The files and folders in ``folder`` that ``rank`` has written."""
+    return [path for pattern in by.patterns for path in sorted(folder.glob(pattern.format(rank=rank)))]
+
+
+def clear(folder: Path, by: Engine, rank: int) -> None:
     """Remove what a writer that was killed has left of the same part."""
-    for pattern in by.patterns:
-        for path in folder.glob(pattern.format(rank=rank)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+    for path in files_of(folder, by, rank):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]) -> int:
@@ -140,7 +159,7 @@ def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]
     try:
         manifest = index.read_manifest(folder) if index.is_committed(folder) else _indexed(folder, job, go_on)
         for rank in range(job.world_size):
-            _done_file(folder, rank).unlink(missing_ok=True)
+            done_file(folder, rank).unlink(missing_ok=True)
         publish(folder, final)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -184,7 +203,7 @@ def _all_parts(folder: Path, job: Commit, go_on: Callable[[], bool]) -> list[Par
             if rank in parts:
                 continue
             try:
-                parts[rank] = msgspec.json.decode(_done_file(folder, rank).read_bytes(), type=Part)
+                parts[rank] = msgspec.json.decode(done_file(folder, rank).read_bytes(), type=Part)
             except FileNotFoundError:
                 break
         return len(parts) == job.world_size or not go_on()
@@ -199,7 +218,7 @@ def _all_parts(folder: Path, job: Commit, go_on: Callable[[], bool]) -> list[Par
 
 
 def _files(folder: Path, ranks: int) -> dict[str, int]:
-    done = {_done_file(folder, r) for r in range(ranks)}
+    done = {done_file(folder, r) for r in range(ranks)}
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p not in done)
     return {str(p.relative_to(folder)): p.stat().st_size for p in files}
 
@@ -239,11 +258,11 @@ def merge(parts: Iterable[Part]) -> tuple[TensorRecord, ...]:
             heads[segment.name] = segment
             found = shards.setdefault(segment.name, [])
             if segment.nbytes:
-                found.append(_shard(segment, place, blocks))
+                found.append(shard(segment, place, blocks))
     return tuple(_tensor(heads[name], shards[name]) for name in sorted(heads))
 
 
-def _shard(segment: Segment, place: Place, blocks: str) -> ShardRecord:
+def shard(segment: Segment, place: Place, blocks: str) -> ShardRecord:
     return ShardRecord(
         file=place.file,
         offset=place.offset,

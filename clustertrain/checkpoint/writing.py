@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock
+from clustertrain.checkpoint import local
 from clustertrain.checkpoint.background import Abandon, Memory, Message, Outcome, perform
 from clustertrain.checkpoint.engines import engine
 from clustertrain.checkpoint.trouble import Trouble
@@ -34,8 +36,10 @@ class Inbox:
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         self._jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
+        self._keeper: Keeper | None = None
         self._abandoned: set[int] = set()
         self._memory: dict[int, mmap.mmap] = {}
+        self._sending = threading.Lock()
         self._orphaned_at: float | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -46,6 +50,10 @@ class Inbox:
     def next_job(self) -> Write | Commit | None:
         """Waits for it. None: there will be none."""
         return self._jobs.get()
+
+    def done(self, job: Write | Commit) -> None:
+        if self._keeper is not None:
+            self._keeper.done(job)
 
     def memory(self, index: int) -> memoryview:
         return memoryview(self._memory[index])
@@ -66,30 +74,73 @@ class Inbox:
                 elif isinstance(message, Abandon):
                     self._abandoned.add(message.step)
                 else:
-                    self._jobs.put(message)
+                    self._put(message)
         except (EOFError, OSError):
             self._orphaned_at = clock.monotonic()
-            self._jobs.put(None)
+            self._put(None)
+
+    def _put(self, job: Write | Commit | None) -> None:
+        if self._keeper is None and isinstance(job, Write) and job.local:
+            self._keeper = Keeper(self, self._jobs)
+        if self._keeper is not None:
+            self._keeper.jobs.put(job)
+        else:
+            self._jobs.put(job)
+
+    def send(self, outcome: Outcome) -> None:
+        """Nobody may be there any more: what follows is still worth doing."""
+        with self._sending, suppress(OSError):
+            self._pipe.send_bytes(msgspec.json.encode(outcome))
+
+
+class Keeper:
+    """Puts parts into the node's own folder, while earlier ones are still being copied to the shared one. It is there
+    as soon as there is one, and all jobs pass it, so that they stay in order."""
+
+    def __init__(self, inbox: Inbox, then: queue.SimpleQueue[Write | Commit | None]) -> None:
+        self._inbox = inbox
+        self._then = then
+        self._busy: set[str] = set()
+        self.jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            job = self.jobs.get()
+            if isinstance(job, Write) and job.local and job.memory is not None and self._kept(job):
+                self._inbox.send(Outcome(step=job.step, of="keep", ended=clock.monotonic()))
+                job = msgspec.structs.replace(job, memory=None)
+            self._then.put(job)
+
+    def _kept(self, job: Write) -> bool:
+        assert job.memory is not None
+        self._busy.add(job.local)
+        try:
+            return local.keep(job, self._inbox.memory(job.memory), self._busy)
+        except Exception:  # the job itself tells what is wrong, when it is done without this
+            traceback.print_exc()
+            return False
+
+    def done(self, job: Write | Commit) -> None:
+        if isinstance(job, Write):
+            self._busy.discard(job.local)
 
 
 def main(fd: int, name: str) -> None:
-    pipe: Connection[Any, Any] = Connection(fd)
-    inbox = Inbox(pipe)
+    inbox = Inbox(Connection(fd))
     engine(name)  # its imports, before there is anything to write
     while (job := inbox.next_job()) is not None:
         step = job.step
         try:
-            memory = inbox.memory(job.memory) if isinstance(job, Write) else None
+            memory = inbox.memory(job.memory) if isinstance(job, Write) and job.memory is not None else None
             done = perform(job, memory, lambda: inbox.wanted(step), lambda: not inbox.orphaned)  # noqa: B023
         except Exception as e:  # an engine's own failure must reach the rank, and not end in a log that nobody reads
             traceback.print_exc()
             why = f"writing failed: {type(e).__name__}: {e}"
             of = "write" if isinstance(job, Write) else "commit"
             done = Outcome(step=step, of=of, ended=clock.monotonic(), trouble=Trouble(why=why, of="storage"))  # type: ignore[arg-type]
-        try:
-            pipe.send_bytes(msgspec.json.encode(done))
-        except OSError:
-            continue  # the rank is gone; the commit that follows is still worth doing
+        inbox.done(job)
+        inbox.send(done)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,15 +17,19 @@ import clustertrain
 from clustertrain import clock, fsio
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Local, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.errors import EnvironmentNotFit
 from clustertrain.run import attempts
+from clustertrain.spec.places import node_folder
 from clustertrain.spec.recipe import AUTO, CheckpointSpec
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
+
+log = logging.getLogger(__name__)
 
 TELLING = 0.1  # a change of the interval by less is not worth an event
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
@@ -83,6 +89,7 @@ class Keeping:
             background=asked.background,
             device=context.device,
             about=self._about(),
+            local=self._local(asked),
             on_commit=self._committed,
         )
         self._manager.start()
@@ -94,6 +101,17 @@ class Keeping:
             nodes = self._context.world_size // self._context.local_world_size
             failures = failures_of(attempts.read_all(run)[:-1], max(1, nodes))  # the last one is this
         return Interval(every, milestone=milestone, failures=failures)
+
+    def _local(self, asked: CheckpointSpec) -> Local | None:
+        context = self._context
+        if not asked.local or context.run is None:
+            return None
+        try:
+            root = node_folder(asked.local, os.environ) / context.run.id
+        except EnvironmentNotFit as e:
+            root = None
+            log.warning("checkpoint.local = %s; checkpoints of this node go straight to the shared folder", e.message)
+        return Local(root, first=context.local_rank == 0)
 
     def _about(self) -> dict[str, Any]:
         spec, run = self._context.spec, self._context.run
@@ -117,6 +135,7 @@ class Keeping:
                 path=str(restored.path),
                 restore_s=restored.restore_s,
                 skipped=restored.skipped,
+                **({} if restored.from_local is None else {"from_local": restored.from_local}),
             )
         if restored is not None and restored.rank_state is not None:
             self._threads = restored.rank_state["threads"]
@@ -203,5 +222,7 @@ class Keeping:
     def close(self) -> None:
         """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
         if self._manager is not None:
-            self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s))
+            self._manager.close(
+                min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s), over=self._result.ending == "completed"
+            )
             self._manager = None
