@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from clustertrain.checkpoint.integrity import BLOCK_BYTES, aligned, first_bad
 from clustertrain.checkpoint.manifest import Damaged, ShardRecord
+from clustertrain.checkpoint.source import Folder, Pread, opened
 from clustertrain.checkpoint.storage import patiently
 
 # In one call to the kernel: several blocks, few enough that they are still in the processor's cache when hashed.
 _AT_ONCE = 4 * BLOCK_BYTES
 
 
-def read_shard(folder: Path, shard: ShardRecord) -> bytearray:
+def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
     """The bytes of ``shard``. Raises as :func:`read_into`."""
     data = bytearray(shard.nbytes)
     read_into(memoryview(data), folder, shard, 0)
     return data
 
 
-def read_into(into: memoryview, folder: Path, shard: ShardRecord, low: int) -> None:
+def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int) -> None:
     """Fill ``into`` with the bytes of ``shard`` from ``low`` on, verified.
 
     Raises:
@@ -32,11 +31,8 @@ def read_into(into: memoryview, folder: Path, shard: ShardRecord, low: int) -> N
     high = low + len(into)
 
     def read() -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            _read(fd, path, shard, low, high, into)
-        finally:
-            os.close(fd)
+        with opened(path) as pread:
+            _read(pread, path, shard, low, high, into)
 
     try:
         patiently(read, path)
@@ -44,7 +40,7 @@ def read_into(into: memoryview, folder: Path, shard: ShardRecord, low: int) -> N
         raise Damaged(f"{path}: {e.strerror or e}") from e
 
 
-def _read(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: memoryview) -> None:
+def _read(pread: Pread, path: Folder, shard: ShardRecord, low: int, high: int, into: memoryview) -> None:
     """Whole blocks go where they belong; a block that sticks out at either end is read beside and cut."""
     at, end = aligned(low, high, shard.nbytes)
     while at < end:
@@ -53,7 +49,7 @@ def _read(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: me
         stop = min(at + _AT_ONCE, whole) if low <= at < whole else min(at + BLOCK_BYTES, end)
         cut = at < low or stop > high
         data = memoryview(bytearray(stop - at)) if cut else into[at - low : stop - low]
-        _pread(fd, path, data, shard.offset + at)
+        _fill(pread, path, data, shard.offset + at)
         bad = first_bad(data, shard.blocks, at // BLOCK_BYTES)
         if bad is not None:
             first = shard.offset + bad * BLOCK_BYTES
@@ -65,10 +61,10 @@ def _read(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: me
         at = stop
 
 
-def _pread(fd: int, path: Path, into: memoryview, offset: int) -> None:
+def _fill(pread: Pread, path: Folder, into: memoryview, offset: int) -> None:
     done = 0
     while done < len(into):
-        got = os.preadv(fd, [into[done:]], offset + done)
+        got = pread(into[done:], offset + done)
         if got == 0:
             raise Damaged(f"{path}: ends at byte {offset + done}, more were written")
         done += got

@@ -20,6 +20,7 @@ import msgspec
 
 from clustertrain import fsio
 from clustertrain.checkpoint.integrity import BLOCK_BYTES, checksum, count
+from clustertrain.checkpoint.source import F, Folder, RemoteFolder, inside
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError
 
@@ -98,8 +99,8 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     manifest_xxh3_128: str
 
 
-def step_folder(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
+def step_folder(root: F, step: int) -> F:
+    return inside(root, f"step-{step:08d}")
 
 
 def staging_folder(root: Path, step: int, attempt: str) -> Path:
@@ -114,23 +115,23 @@ def damaged_folder(folder: Path) -> Path:
     return folder.with_name(f"damaged-{folder.name}")
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Folder) -> int | None:
     """The step in a checkpoint folder's name; None for any other name."""
     match = _NAME.fullmatch(folder.name)
     return int(match[2]) if match else None
 
 
-def _by_step(root: Path, prefix: str) -> list[Path]:
+def _by_step(root: F, prefix: str) -> list[F]:
     try:
         # Not glob, which takes a folder that cannot be read for an empty one: a run would begin again.
         names = patiently(lambda: [p.name for p in root.iterdir()], root)
     except OSError:
         return []
-    found = [(step, root / n) for n in names if n.startswith(prefix) and (step := step_of(root / n)) is not None]
-    return [p for _, p in sorted(found)]
+    found = [(step, n) for n in names if n.startswith(prefix) and (step := step_of(root / n)) is not None]
+    return [inside(root, n) for _, n in sorted(found)]
 
 
-def folders(root: Path) -> list[Path]:
+def folders(root: F) -> list[F]:
     """Checkpoint folders, committed or not, oldest step first."""
     return _by_step(root, "step-")
 
@@ -140,7 +141,7 @@ def set_aside(root: Path) -> list[Path]:
     return _by_step(root, "damaged-step-")
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: Folder) -> bool:
     try:
         return stat.S_ISREG(patiently((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
     except OSError:
@@ -155,7 +156,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     fsio.write_bytes(folder / COMMITTED, msgspec.json.encode(marker) + b"\n")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Folder) -> Manifest:
     """The index of a committed checkpoint.
 
     Raises:
@@ -163,11 +164,13 @@ def read_manifest(folder: Path) -> Manifest:
         StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
+    name = COMMITTED
     try:
-        marker = msgspec.json.decode(patiently((folder / COMMITTED).read_bytes, folder / COMMITTED), type=Marker)
-        data = patiently((folder / MANIFEST).read_bytes, folder / MANIFEST)
+        marker = msgspec.json.decode(patiently((folder / name).read_bytes, folder / name), type=Marker)
+        name = MANIFEST
+        data = patiently((folder / name).read_bytes, folder / name)
     except OSError as e:
-        raise Damaged(f"{folder}: {Path(str(e.filename)).name} is missing") from e
+        raise Damaged(f"{folder}: {name} is missing") from e
     except msgspec.MsgspecError as e:
         raise Damaged(f"{folder}: cannot be read: {e}") from e
     if marker.format != FORMAT:
@@ -185,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _check(folder: Path, manifest: Manifest) -> None:
+def _check(folder: Folder, manifest: Manifest) -> None:
     """Whoever writes an index can give it the right checksum; what it says must still make sense, and lead nowhere
     else."""
     for name in (*manifest.files, *(s.file for t in manifest.tensors for s in t.shards)):
@@ -199,17 +202,30 @@ def _check(folder: Path, manifest: Manifest) -> None:
                 raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Folder, manifest: Manifest) -> None:
     """The cheap part of verification: every data file is there and as long as it was written.
 
     Raises:
         Damaged: names the first file that is not.
         StorageError: that cannot be told, now at least.
     """
+    for wrong in wrong_sizes(folder, manifest).values():
+        raise Damaged(wrong)
+
+
+def wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
+    """By file what :func:`check_sizes` says of it. Raises StorageError as that does."""
+    listed = patiently(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
+    wrong = {}
     for name, size in manifest.files.items():
+        path = folder / name
         try:
-            found = patiently((folder / name).stat, folder / name).st_size
+            found = patiently(path.stat, path).st_size if listed is None else listed.get(name)
         except OSError as e:
-            raise Damaged(f"{folder / name}: {e.strerror or e}") from e
-        if found != size:
-            raise Damaged(f"{folder / name}: {found} bytes, {size} were written")
+            wrong[name] = f"{path}: {e.strerror or e}"
+            continue
+        if found is None:
+            wrong[name] = f"{path}: is missing"
+        elif found != size:
+            wrong[name] = f"{path}: {found} bytes, {size} were written"
+    return wrong

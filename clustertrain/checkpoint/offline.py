@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -18,7 +17,8 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import retention
 from clustertrain.checkpoint.blocks import read_shard
 from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, TensorRecord
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.source import F, Folder, RemoteFolder
+from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError, NotFound
 
 # Told how many bytes are done, and of how many.
@@ -30,7 +30,7 @@ def unwatched(done: int, total: int) -> None:
     """The progress that nobody looks at."""
 
 
-def list_checkpoints(root: Path, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
+def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = None) -> list[dict[str, Any]]:
     """All checkpoints in ``root``, or the one of ``step``, oldest first, as ``checkpoint list --json`` prints them.
 
     ``verified`` is true when every byte was read (``verify``) and its checksum fits, and false when something is known
@@ -39,12 +39,14 @@ def list_checkpoints(root: Path, *, verify: bool = False, step: int | None = Non
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
     folders = [p for p in index.folders(root) if step in (None, index.step_of(p))]
-    rows = [describe(p, verify=verify) for p in folders]
+    rows = [(p, describe(p, verify=verify)) for p in folders]
     # A run deletes its old ones whenever it has saved.
-    return [r for r in rows if Path(r["path"]).is_dir()]
+    return [r for p, r in rows if p.is_dir()]
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_in(folder: Folder) -> int:
+    if isinstance(folder, RemoteFolder):
+        return sum(patiently(folder.sizes, folder).values())
     size = 0
     for inside, _, names in os.walk(folder):
         for name in names:
@@ -55,7 +57,7 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def describe(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
     """The row of one checkpoint in :func:`list_checkpoints`."""
     row: dict[str, Any] = {
         "step": index.step_of(folder),
@@ -83,7 +85,7 @@ def describe(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     return row
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Folder) -> Manifest:
     """Read every byte of a checkpoint and compare the checksums.
 
     Raises:
@@ -94,14 +96,14 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def _verify_data(folder: Path, manifest: Manifest) -> None:
+def _verify_data(folder: Folder, manifest: Manifest) -> None:
     index.check_sizes(folder, manifest)
     for tensor in manifest.tensors:
         for shard in tensor.shards:
             read_shard(folder, shard)
 
 
-def damages(folder: Path, progress: Progress = unwatched) -> list[str]:
+def damages(folder: Folder, progress: Progress = unwatched) -> list[str]:
     """What :func:`verify` would raise, of every file that is damaged: one message a file, which names it.
 
     Raises:
@@ -114,12 +116,7 @@ def damages(folder: Path, progress: Progress = unwatched) -> list[str]:
         return [e.message]
     shards = [s for t in manifest.tensors for s in t.shards]
     total, done = sum(s.nbytes for s in shards), 0
-    found: dict[str, str] = {}
-    for name, size in manifest.files.items():
-        try:
-            index.check_sizes(folder, msgspec.structs.replace(manifest, files={name: size}))
-        except Damaged as e:
-            found[name] = e.message
+    found = index.wrong_sizes(folder, manifest)
     for shard in shards:
         try:
             if shard.file not in found:
@@ -131,7 +128,7 @@ def damages(folder: Path, progress: Progress = unwatched) -> list[str]:
     return list(found.values())
 
 
-def digest(folder: Path, kinds: Collection[Kind] = KINDS, progress: Progress = unwatched) -> str:
+def digest(folder: Folder, kinds: Collection[Kind] = KINDS, progress: Progress = unwatched) -> str:
     """One hash of the model's and the optimizer's logical tensors: name, dtype, shape and bytes in C order.
 
     It does not depend on the layout or the number of ranks that saved them. Holds one tensor at a time.
@@ -157,7 +154,7 @@ def size_of(tensor: TensorRecord) -> int:
     return math.prod(tensor.shape) * tensor.itemsize
 
 
-def assemble(folder: Path, tensor: TensorRecord) -> NDArray[np.uint8]:
+def assemble(folder: Folder, tensor: TensorRecord) -> NDArray[np.uint8]:
     """The whole tensor as bytes; the last dimension is the element's. numpy has no bfloat16, and needs none here.
 
     Raises:
@@ -177,7 +174,7 @@ def assemble(folder: Path, tensor: TensorRecord) -> NDArray[np.uint8]:
     return whole
 
 
-def find(root: Path, step: int | None = None) -> Path:
+def find(root: F, step: int | None = None) -> F:
     """The folder of ``step``, or of the newest committed checkpoint.
 
     Raises:

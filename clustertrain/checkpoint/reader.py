@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from clustertrain.checkpoint import tree
 from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
+from clustertrain.checkpoint.source import Folder
 from clustertrain.errors import CheckpointError
 
 Finish = Callable[[], None]
@@ -28,7 +28,7 @@ _PIECE_BYTES = 16 * BLOCK_BYTES  # of a large shard, for one thread
 class Reader:
     """One committed checkpoint."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
         self._tensors = {t.name: t for t in manifest.tensors}

@@ -13,7 +13,7 @@ import msgspec
 import tomli_w
 
 from clustertrain import fsio, settings
-from clustertrain.errors import ClusterTrainError, ConfigError
+from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
 from clustertrain.launch import code, filesystem, record, render, snapshot
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
@@ -22,6 +22,7 @@ from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
+from clustertrain.spec import places
 from clustertrain.spec.job import RunSpec
 
 
@@ -104,10 +105,25 @@ def check(prepared: Prepared) -> list[str]:
     job = prepared.spec.job
     if job.checkpoint_dir:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
+    found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
     found += [_crowding(prepared), script_note(prepared)]
     return [note for note in found if note]
+
+
+def _check_places(prepared: Prepared) -> str | None:
+    """Of where checkpoints are copied to, as much as can be told from here. Nothing is asked of an object store."""
+    asked = prepared.spec.recipe.checkpoint
+    if asked.remote:
+        places.storage_class(asked.remote)
+    if not asked.local or prepared.backend.name != "local":
+        return None
+    try:
+        here = places.node_folder(asked.local, {**os.environ, **prepared.spec.env})
+    except EnvironmentNotFit as e:
+        return f"checkpoint.local: {e.message}; it is used where it can be"
+    return filesystem.check(here, "checkpoint.local", shared=False)
 
 
 def _crowding(prepared: Prepared) -> str | None:

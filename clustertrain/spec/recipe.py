@@ -13,6 +13,7 @@ import msgspec
 
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.places import check_node_folder, is_url
 from clustertrain.spec.presets import PRESETS
 from clustertrain.spec.ranges import positive, within
 from clustertrain.spec.strict import nearest
@@ -189,9 +190,13 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     best_mode: Literal["min", "max"] = "min"
     engine: CheckpointEngine = "raw"  # what writes the bytes; reading is the same for all
     background: bool = True  # training goes on while the bytes are written
+    local: str = ""  # a folder on each node's own disk, where each rank's part goes first; $NAME and {job} in it
+    remote: str = ""  # a URL that committed ones are copied to, as s3://bucket/prefix
+    remote_keep: int = 0  # newest ones there; 0: as many as here
 
     def __post_init__(self) -> None:
         check_every("every", self.every)
+        self._check_places()
         positive("keep", self.keep)
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) < 0:
@@ -201,6 +206,19 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if not self.keep_best and (self.best or self.best_mode != "min"):
             word = f"best = {self.best!r}" if self.best else f"best_mode = {self.best_mode!r}"
             raise ValueError(f"{word} has no effect without keep_best: set keep_best = 1 or more, or leave it out")
+
+    def _check_places(self) -> None:
+        if self.local:
+            check_node_folder("local", self.local)
+        if self.remote and not is_url(self.remote):
+            raise ValueError(f"remote = {self.remote!r}: must be a URL, as s3://bucket/prefix or file:///folder")
+        if self.remote_keep < 0:
+            raise ValueError(f"remote_keep = {self.remote_keep}: must be 0 (as keep) or more")
+        if self.remote_keep and not self.remote:
+            raise ValueError(f"remote_keep = {self.remote_keep} has no effect without remote")
+        for name in ("local", "remote"):
+            if getattr(self, name) and not self.background:
+                raise ValueError(f"{name} needs background = true: the processes that write then make the copies")
 
 
 def check_every(name: str, every: int | str) -> None:

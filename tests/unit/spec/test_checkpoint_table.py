@@ -68,6 +68,13 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
         ({"keep_best": 1, "best": "loss", "best_mode": "least"}, "use one of"),
         ({"engine": "dpc"}, "use one of dcp"),
         ({"background": "yes"}, "checkpoint.background"),
+        ({"local": "scratch/x"}, "local = 'scratch/x': must be a folder on the nodes"),
+        ({"local": "/tmp/{jobb}"}, "{jobb} is not known; {job} is"),
+        ({"local": "$TMPDIR", "background": False}, "local needs background = true"),
+        ({"remote": "bucket/prefix"}, "remote = 'bucket/prefix': must be a URL, as s3://bucket/prefix"),
+        ({"remote": "s3://bucket", "background": False}, "remote needs background = true"),
+        ({"remote": "s3://bucket", "remote_keep": -1}, "remote_keep = -1: must be 0 (as keep) or more"),
+        ({"remote_keep": 2}, "remote_keep = 2 has no effect without remote"),
     ],
 )
 def test_what_cannot_be_names_the_key_and_the_way_out(values: dict[str, Any], said: str) -> None:

@@ -1,0 +1,202 @@
+"""Where checkpoints lie: a folder of a file system, or one behind a URL that fsspec knows (``s3://bucket/prefix``).
+
+What reads checkpoints takes either. A :class:`RemoteFolder` has those methods of Path that reading needs; it fails with
+OSErrors as a file system does, whatever the library below it raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from clustertrain.spec.places import is_url, storage_class
+
+# Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
+Pread = Callable[[memoryview, int], int]
+
+PART_BYTES = 64 << 20  # of an upload: so much is in memory at a time
+_MOST_PARTS = 9_000  # of one object; stores allow 10,000
+_CREDENTIALS = "the job needs credentials for it on every node: a file in the home folder, or names under [env]"
+
+
+class RemoteFolder:
+    """A file or folder behind a URL. Nothing is asked of the store before a method is called."""
+
+    def __init__(self, url: str, *, _fs: Any = None, _path: str = "") -> None:
+        """
+        Raises:
+            ConfigError: no package for such URLs is installed.
+        """
+        self._url = url.rstrip("/")
+        if _fs is None:
+            storage_class(url)
+            import fsspec
+
+            with _told():
+                _fs, _path = fsspec.url_to_fs(url)  # type: ignore[no-untyped-call]
+        self._fs = _fs
+        self._path = _path.rstrip("/")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteFolder) and other._url == self._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self._path).name
+
+    @property
+    def parent(self) -> RemoteFolder:
+        above = self._url.rpartition("/")[0]
+        return RemoteFolder(above, _fs=self._fs, _path=self._path.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self._url}/{name}", _fs=self._fs, _path=f"{self._path}/{name}")
+
+    # -- reading
+
+    def iterdir(self) -> Iterator[RemoteFolder]:
+        with _told():
+            self._fs.invalidate_cache()  # others write there
+            found = [p.rstrip("/") for p in self._fs.ls(self._path, detail=False)]
+        return (self / PurePosixPath(p).name for p in found if p != self._path)  # S3 may list the folder itself
+
+    def sizes(self) -> dict[str, int]:
+        """Of all files below, by their paths relative to this, asked for at once."""
+        with _told():
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path, detail=True)
+        return {p[len(self._path) :].lstrip("/"): int(i["size"]) for p, i in found.items()}
+
+    def stat(self) -> os.stat_result:
+        """Kind and size; the rest is 0."""
+        with _told():
+            self._fs.invalidate_cache()
+            info = self._fs.info(self._path)
+        mode = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
+        return os.stat_result((mode, 0, 0, 0, 0, 0, int(info["size"] or 0), 0, 0, 0))
+
+    def is_dir(self) -> bool:
+        try:
+            return stat.S_ISDIR(self.stat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    def read_bytes(self) -> bytes:
+        with _told():
+            return bytes(self._fs.cat_file(self._path))
+
+    def pread(self, into: memoryview, offset: int) -> int:
+        with _told():
+            data = self._fs.cat_file(self._path, start=offset, end=offset + len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    # -- writing
+
+    def write_bytes(self, data: bytes) -> None:
+        with self.writing(len(data)) as out:
+            out(data)
+
+    @contextmanager
+    def writing(self, size: int) -> Iterator[Callable[[bytes], None]]:
+        """Replace the file by what the call that this yields is given, ``size`` bytes in all. Stores keep the old one
+        until the end; a file system does not."""
+        block = max(PART_BYTES, -(-size // _MOST_PARTS))
+        with _told():
+            try:
+                out = self._fs.open(self._path, "wb", block_size=block)
+            except FileNotFoundError:  # stores have no folders
+                self._fs.makedirs(self.parent._path, exist_ok=True)
+                out = self._fs.open(self._path, "wb", block_size=block)
+
+        def write(data: bytes) -> None:
+            with _told():
+                out.write(data)
+
+        try:
+            yield write
+        finally:
+            with _told():
+                out.close()
+
+    def unlink(self) -> None:
+        """It need not be there."""
+        with _told():
+            try:
+                self._fs.rm_file(self._path)
+            except FileNotFoundError:
+                return
+
+    def rmtree(self) -> None:
+        """It need not be there."""
+        with _told():
+            try:
+                self._fs.invalidate_cache()
+                self._fs.rm(self._path, recursive=True)
+            except FileNotFoundError:
+                return
+
+
+Folder = Path | RemoteFolder
+F = TypeVar("F", bound=Folder)
+
+
+def inside(folder: F, name: str) -> F:
+    return folder / name  # type: ignore[return-value]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """The door to fsspec, whose file systems raise what the libraries raise that they are made of.
+
+    Raises:
+        OSError: whatever went wrong; with EIO where that may pass.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except Exception as e:
+        if isinstance(e, PermissionError) or "Credentials" in type(e).__name__:
+            raise PermissionError(errno.EACCES, f"access denied: {_words(e)} ({_CREDENTIALS})") from e
+        if isinstance(e, OSError) and e.errno is not None:
+            raise
+        raise OSError(errno.EIO, _words(e)) from e
+
+
+def _words(e: BaseException) -> str:
+    said = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+    return f"{type(e).__name__}: {said}" if not isinstance(e, OSError) or not said else said
+
+
+def folder_at(name: str) -> Folder:
+    """What a URL or a path names."""
+    return RemoteFolder(name) if is_url(name) else Path(name)
+
+
+@contextmanager
+def opened(path: Folder) -> Iterator[Pread]:
+    """A file, to read parts of it.
+
+    Raises:
+        OSError: it is not there, …
+    """
+    if isinstance(path, RemoteFolder):
+        yield path.pread
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield lambda into, offset: os.preadv(fd, [into], offset)
+    finally:
+        os.close(fd)
