@@ -10,15 +10,16 @@ checkpoints/.old-step-00000500              what a save of the same step replace
 
 from __future__ import annotations
 
+import math
 import re
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
 
 from clustertrain import fsio
-from clustertrain.checkpoint.integrity import checksum
+from clustertrain.checkpoint.integrity import BLOCK_BYTES, checksum, count
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder, inside
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError
@@ -180,9 +181,25 @@ def read_manifest(folder: Folder) -> Manifest:
     if checksum(data) != marker.manifest_xxh3_128:
         raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as e:
         raise Damaged(f"{folder / MANIFEST}: {e}") from e
+    _check(folder, manifest)
+    return manifest
+
+
+def _check(folder: Folder, manifest: Manifest) -> None:
+    """Whoever writes an index can give it the right checksum; what it says must still make sense, and lead nowhere
+    else."""
+    for name in (*manifest.files, *(s.file for t in manifest.tensors for s in t.shards)):
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise Damaged(f"{folder / MANIFEST}: names {name!r}, which is outside of the checkpoint")
+    for tensor in manifest.tensors:
+        for shard in tensor.shards:
+            sizes = (*shard.start, *shard.shape, shard.offset, tensor.itemsize)
+            size = math.prod(shard.shape) * tensor.itemsize
+            if min(sizes) < 0 or shard.nbytes != size or count(shard.blocks) != -(-size // BLOCK_BYTES):
+                raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:

@@ -91,7 +91,7 @@ class Reader:
     def _whole(self, name: str) -> torch.Tensor:
         """All of a tensor, there when this returns."""
         record = self._record(name)
-        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        tensor = torch.empty(record.shape, dtype=objects.dtype_of(record.dtype))
         self._fill(objects.block(name, "other", tensor))
         self._all_read()
         return tensor
@@ -126,7 +126,7 @@ class Reader:
         size = record.itemsize
         low, high, dense = span(there, shard.shape)
         first, last, straight = span(here, tuple(local.shape))
-        plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == getattr(torch, record.dtype)
+        plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.dtype_of(record.dtype)
         if dense and straight and plain:
             memory = local.detach().reshape(-1)[first:last].view(torch.uint8).numpy().data
             for at in range(0, len(memory), _PIECE_BYTES):
@@ -138,7 +138,7 @@ class Reader:
         def read() -> None:
             data = bytearray((high - low) * size)
             self._read_into(memoryview(data), shard, low * size)
-            flat = torch.frombuffer(data, dtype=getattr(torch, record.dtype))
+            flat = torch.frombuffer(data, dtype=objects.dtype_of(record.dtype))
             into.copy_(flat.as_strided(shape, strides_of(shard.shape)))
 
         self._begin(read)
@@ -234,7 +234,7 @@ class Reader:
     def _like(self, p: torch.Tensor, name: str) -> torch.Tensor:
         """The saved state ``name`` of parameter ``p``, laid out as ``p`` is where it has its shape."""
         record = self._record(name)
-        dtype = getattr(torch, record.dtype)
+        dtype = objects.dtype_of(record.dtype)
         if record.shape == tuple(p.shape):
             tensor = torch.zeros_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
         else:

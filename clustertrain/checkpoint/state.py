@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.checkpoint import tree
-from clustertrain.checkpoint.manifest import Kind
+from clustertrain.checkpoint.manifest import Damaged, Kind
 from clustertrain.errors import CheckpointError
 
 # What wrappers put into parameter names; the same model with and without them has the same logical tensors.
@@ -156,6 +156,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group with its single numbers as such: a learning rate kept in a tensor has no name that all ranks share."""
     return {k: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in group.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises Damaged for what is no type of torch's."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Damaged(f"{name!r} is no type of a tensor")
+    return found
 
 
 def kind_of(value: Any) -> Kind:

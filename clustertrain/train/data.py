@@ -67,7 +67,8 @@ class Loader:
     """An endless iterator over this rank's part of each global batch, one item an optimizer step.
 
     An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
-    ranks. ``position`` counts the samples that all ranks together have consumed; it is all the state there is.
+    ranks. ``position`` counts the samples that all ranks together have consumed; it is all the state there is. What the
+    data set says of itself in an attribute ``version`` (a string) is kept beside it, to be compared when a run resumes.
 
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
@@ -96,6 +97,8 @@ class Loader:
         self.position = 0
         self.wait_s = 0.0  # spent waiting for data since the session last asked
         self._dataset = dataset
+        version = getattr(dataset, "version", None)
+        self._version = version if isinstance(version, str) else None
         if not ragged:
             batches.check_divides(global_batch, ranks, micro_batch)
         self._first, self._share = batches.share_of(global_batch, ranks, rank)
@@ -166,14 +169,26 @@ class Loader:
             self._closing.value = 1
         self._iterator = None
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "seed": self._seed, "samples": len(self._dataset)}
+    def state_dict(self) -> dict[str, int | str]:
+        state: dict[str, int | str] = {
+            "position": self.position,
+            "seed": self._seed,
+            "samples": len(self._dataset),
+        }
+        return state if self._version is None else {**state, "version": self._version}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises CheckpointError for a data set of another length: its order would be another one."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for a data set of another length, whose order would be another one, or of another
+        version."""
         if state["samples"] != len(self._dataset):
             raise CheckpointError(
                 f"the data set has {len(self._dataset)} samples, and had {state['samples']} when it was saved",
+                fix="train on the same data, or begin a new run",
+            )
+        saved = state.get("version")
+        if None not in (saved, self._version) and saved != self._version:
+            raise CheckpointError(
+                f"the data set is of version {self._version}, and was of {saved} when it was saved",
                 fix="train on the same data, or begin a new run",
             )
         self.close()

@@ -119,7 +119,7 @@ class Keeping:
         return {
             "clustertrain": clustertrain.__version__,
             "python": platform.python_version(),
-            "recipe": msgspec.to_builtins(spec.recipe) if spec is not None else None,
+            "recipe": msgspec.to_builtins(spec.recipe) if spec is not None and spec.script is None else None,
             "git": record.get("git"),
         }
 

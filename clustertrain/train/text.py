@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from clustertrain.errors import ConfigError
@@ -61,6 +62,11 @@ def _chunks(spec: DataSpec) -> Iterator[bytes]:
             return
 
 
+def version_of(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    """Tells whether it is the same text: a checksum."""
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(data.data)}"
+
+
 class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Sample i is (inputs, targets), both (seq_len,) int64 ids: bytes from ``i * seq_len`` on, and the same one byte
     later, since each byte's target is the next one."""
@@ -69,6 +75,7 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """Raises ConfigError when the corpus is shorter than one sample."""
         self._seq_len = spec.seq_len
         self._bytes = corpus(spec, spec.seq_len + 1)
+        self.version = version_of(self._bytes)
 
     def __len__(self) -> int:
         return (self._bytes.size - 1) // self._seq_len
@@ -87,6 +94,7 @@ class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
         """Raises ConfigError when the corpus is shorter than one pair."""
         self._seq_len = spec.seq_len
         self._bytes = corpus(spec, 2 * spec.seq_len)
+        self.version = version_of(self._bytes)
 
     def __len__(self) -> int:
         return self._bytes.size // (2 * self._seq_len)

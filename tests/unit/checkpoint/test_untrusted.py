@@ -1,0 +1,90 @@
+"""A checkpoint that a stranger has written: nothing in it is ever unpickled, whatever file holds the pickle."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from clustertrain.checkpoint import compare, offline
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.engines import ENGINES
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.errors import CheckpointError, ClusterTrainError
+
+
+class Bomb:
+    def __init__(self, at: Path) -> None:
+        self._at = at
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self._at),)
+
+
+def make(root: Path, engine: str) -> Path:
+    manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, engine=engine, background=False)
+    saved = manager.save(3, {"model": torch.nn.Linear(3, 3), "note": "x"})
+    assert saved is not None
+    return saved.path
+
+
+def restore(root: Path) -> object:
+    reader = CheckpointManager(root, Ranks(), attempt="2", layout={}, background=False)
+    return reader.restore({"model": torch.nn.Linear(3, 3), "note": ""})
+
+
+def read_in_every_way(root: Path, folder: Path) -> None:
+    ways: list[Callable[[], object]] = [
+        lambda: offline.list_checkpoints(root, verify=True),
+        lambda: offline.verify(folder),
+        lambda: offline.digest(folder),
+        lambda: compare.compare(folder, folder),
+        lambda: restore(root),
+    ]
+    for way in ways:
+        with suppress(ClusterTrainError):
+            way()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path: Path, engine: str) -> None:
+    names = sorted(
+        str(p.relative_to(f)) for f in [make(tmp_path / "kept", engine)] for p in f.rglob("*") if p.is_file()
+    )
+    assert {"COMMITTED", "manifest.json"} < set(names)
+    exploded = tmp_path / "exploded"
+    for n, name in enumerate(names):
+        folder = make(tmp_path / f"kept-{n}", engine)
+        data = pickle.dumps(Bomb(exploded))
+        (folder / name).write_bytes(data)
+        read_in_every_way(folder.parent, folder)
+        assert not exploded.exists(), name
+
+
+def test_an_index_with_the_right_checksums_and_wrong_names_gets_nowhere(tmp_path: Path) -> None:
+    """Whoever can write an index can give it a checksum. What it names must still be nothing to run or to fetch."""
+    folder = make(tmp_path / "kept", "raw")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 1000)
+    manifest = index.read_manifest(folder)
+    shard = msgspec.structs.replace(manifest.tensors[0].shards[0], file="../../secret")
+    tensor = msgspec.structs.replace(manifest.tensors[0], shards=(shard,))
+    evil = msgspec.structs.replace(manifest, tensors=(tensor, *manifest.tensors[1:]))
+    index.write_manifest(folder, evil)
+    with pytest.raises(index.Damaged, match="outside"):
+        offline.verify(folder)
+    index.write_manifest(folder, msgspec.structs.replace(manifest, files={"/etc/passwd": 10}))
+    with pytest.raises(index.Damaged, match="outside"):
+        offline.verify(folder)
+    bad = msgspec.structs.replace(manifest.tensors[0], dtype="load")
+    index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=(bad, *manifest.tensors[1:])))
+    with pytest.raises(CheckpointError, match="'load' is no type of a tensor"):
+        restore(tmp_path / "kept")

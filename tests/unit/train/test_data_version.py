@@ -1,0 +1,45 @@
+"""A run resumes on the data that it was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clustertrain.errors import CheckpointError
+from clustertrain.spec.recipe import DataSpec
+from clustertrain.train.data import Loader
+from clustertrain.train.text import BytePairs, ByteText
+
+
+def loader(dataset: ByteText | BytePairs | list[int]) -> Loader:
+    return Loader(
+        dataset,  # type: ignore[arg-type]
+        global_batch=2,
+        micro_batch=None,
+        workers=0,
+        seed=1,
+        rank=0,
+        ranks=1,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("kind", [ByteText, BytePairs])
+def test_other_text_of_the_same_length_is_refused(tmp_path: Path, kind: type[ByteText] | type[BytePairs]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 4000)
+    spec = DataSpec(path=str(file), seq_len=16)
+    saved = loader(kind(spec)).state_dict()
+    loader(kind(spec)).load_state_dict(saved)
+    file.write_text("a" * 3999 + "b")
+    with pytest.raises(CheckpointError, match="the data set is of version xxh3"):
+        loader(kind(spec)).load_state_dict(saved)
+
+
+def test_a_data_set_that_says_nothing_of_itself_is_taken_as_it_is() -> None:
+    one, other = loader([1, 2, 3]), loader([4, 5, 6])
+    other.load_state_dict(one.state_dict())
+    versioned = {**one.state_dict(), "version": "of 2026"}
+    other.load_state_dict(versioned)
