@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
@@ -20,6 +20,7 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.checkpoint import local, writer
+from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.trouble import Trouble, told
 from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
@@ -45,22 +46,27 @@ class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
 
 
-Message = Memory | Write | Commit | Abandon
+Message = Memory | Write | Commit | Abandon | Upload
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """``ended`` is by the monotonic clock, which is the machine's. "keep": a part is in the node's own folder, and the
-    memory that it was staged in is free."""
+    memory that it was staged in is free. "copy": see :class:`~clustertrain.checkpoint.remote.Copied`."""
 
     step: int
-    of: Literal["keep", "write", "commit"]
+    of: Literal["keep", "write", "commit", "copy"]
     bytes: int = 0
+    seconds: float = 0.0
     ended: float
     trouble: Trouble | None = None
 
 
 def perform(
-    job: Write | Commit, memory: memoryview | None, go_on: Callable[[], bool], may_prune: Callable[[], bool]
+    job: Write | Commit,
+    memory: memoryview | None,
+    go_on: Callable[[], bool],
+    may_prune: Callable[[], bool],
+    spared: Callable[[], Collection[int]] = tuple,
 ) -> Outcome:
     """Do a job and say how it went. A part that is not in ``memory`` is in the node's own folder."""
     of: Literal["write", "commit"] = "write" if isinstance(job, Write) else "commit"
@@ -68,7 +74,7 @@ def perform(
         if isinstance(job, Write):
             size = writer.write(job, memory) if memory is not None else local.hand_on(job)
         else:
-            size = writer.commit(job, go_on, may_prune)
+            size = writer.commit(job, go_on, may_prune, spared)
     except (OSError, CheckpointError) as e:
         return Outcome(step=job.step, of=of, ended=clock.monotonic(), trouble=told(e))
     return Outcome(step=job.step, of=of, bytes=size, ended=clock.monotonic())
@@ -128,6 +134,7 @@ class Background:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
         self._sent: dict[int, int] = {}  # by buffer, the file descriptor that the process has
+        self._upload: Upload | None = None
 
     def start(self) -> None:
         if self._process is not None:
@@ -145,6 +152,8 @@ class Background:
             theirs.close()
         self._pipe = ours
         self._sent = {}
+        if self._upload is not None:
+            self._send(self._upload)
 
     def submit(self, job: Write | Commit, staging: Staging | None) -> None:
         self.start()
@@ -160,6 +169,20 @@ class Background:
     def abandon(self, step: int) -> None:
         with suppress(OSError):
             self._send(Abandon(step=step))
+
+    def upload(self, job: Upload) -> None:
+        """From now on, also by a process that takes over."""
+        self._upload = job
+        if self._pipe is None:
+            self.start()
+            return
+        with suppress(OSError):
+            self._send(job)
+
+    @property
+    def alive(self) -> bool:
+        """As far as it was noticed."""
+        return self._pipe is not None
 
     def _send(self, message: Message) -> None:
         assert self._pipe is not None

@@ -27,7 +27,9 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background, Inline, Outcome, Worker, WriterDied
 from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
 from clustertrain.checkpoint.reader import Reader
+from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.staging import Staging
 from clustertrain.checkpoint.state import collect
 from clustertrain.checkpoint.storage import StorageError
@@ -35,10 +37,12 @@ from clustertrain.checkpoint.trouble import Trouble, error, told
 from clustertrain.checkpoint.union import Share, agree
 from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
+from clustertrain.spec.places import is_url
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0  # for the slowest rank's part, from when rank 0 has written its own
+FAILING_S = 600.0  # copies have failed for so long when nobody waits for them any more
 CPU = torch.device("cpu")
 KEEP = Policy()
 
@@ -57,12 +61,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restored:
-    """``rank_state`` is None when another number of ranks saved it. ``skipped`` tells which newer checkpoints were
-    passed over: ``[{"step", "path", "why"}]``. ``from_local``: how many bytes all ranks have read from their nodes' own
-    disks, on rank 0; None without that tier."""
+    """``path`` may be behind a URL. ``rank_state`` is None when another number of ranks saved it. ``skipped`` tells
+    which newer checkpoints were passed over: ``[{"step", "path", "why"}]``. ``from_local``: how many bytes all ranks
+    have read from their nodes' own disks, on rank 0; None without that tier."""
 
     step: int
-    path: Path
+    path: Folder
     rank_state: Any
     restore_s: float
     skipped: list[dict[str, Any]] = field(default_factory=list)
@@ -76,6 +80,16 @@ class Local:
 
     root: Path | None
     first: bool  # this rank is the first of its node
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where copies go, as many as ``policy`` says. ``needed``: there may be one without which the run would begin
+    again."""
+
+    url: str
+    policy: Policy
+    needed: bool
 
 
 @dataclass
@@ -130,10 +144,13 @@ class CheckpointManager:
         device: torch.device = CPU,
         about: Mapping[str, Any] | None = None,
         local: Local | None = None,
+        remote: Remote | None = None,
         on_commit: Callable[[Saved], None] = lambda saved: None,
+        on_copy: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first. ``local``
-        needs ``background``."""
+        """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first;
+        ``on_copy`` on rank 0 when all of one is copied, and on a rank that could not copy its share. ``local`` and
+        ``remote`` need ``background``."""
         self._root = root
         self._ranks = ranks
         self._attempt = attempt
@@ -142,6 +159,11 @@ class CheckpointManager:
         self._engine = engine
         self._about = dict(about or {})
         self._on_commit = on_commit
+        self._on_copy = on_copy
+        self._remote = remote
+        self._newest = 0  # step that is known to be committed
+        self._copied = -1  # step up to which there is nothing left to copy
+        self._failing_since: float | None = None  # of copies
         self._worker: Worker = Background(engine) if background else Inline()
         self._background = background
         self._stagings = [Staging(root, device) for _ in range(2 if device.type == "cuda" else 1)]
@@ -298,11 +320,12 @@ class CheckpointManager:
     def _tell(self, saved: Saved) -> None:
         if saved.step not in self._heard:
             self._heard.add(saved.step)
+            self._newest = saved.step
             self._on_commit(saved)
 
     def poll(self) -> bool:
         """Whether a save of this rank has failed since, so that all ranks should :meth:`settle`. Does not wait."""
-        while self._flights and self._take(0.0):
+        while (self._flights or self._remote) and self._take(0.0):
             pass
         for flight in self._flights:
             if flight.commit is not None and flight.committed is not None and flight.committed.trouble is None:
@@ -337,6 +360,9 @@ class CheckpointManager:
             return True
         if outcome is None:
             return False
+        if outcome.of == "copy":
+            self._hear_of_copy(outcome)
+            return True
         for flight in self._flights:
             if flight.step == outcome.step:
                 if outcome.of == "keep":
@@ -346,6 +372,33 @@ class CheckpointManager:
                     flight.written = outcome
                 else:
                     flight.committed = outcome
+        return True
+
+    def _hear_of_copy(self, outcome: Outcome) -> None:
+        if outcome.trouble is not None:
+            self._failing_since = self._failing_since or outcome.ended
+            self._on_copy(outcome)
+            return
+        self._failing_since = None
+        if outcome.bytes:
+            self._on_copy(outcome)
+        else:
+            self._copied = max(self._copied, outcome.step)
+
+    def await_copies(self, go_on: Callable[[], bool]) -> bool:
+        """Wait until what is committed is behind the URL as well: while ``go_on()``, and copies do not fail all the
+        time. Returns whether it is. Not collective: each rank waits for its own share, and rank 0 for all."""
+        tries = 1
+        while self._remote is not None and self._copied < self._newest:
+            if isinstance(self._worker, Background) and not self._worker.alive:
+                if not tries:
+                    return False
+                tries -= 1
+                self._worker.start()
+            failing_s = 0.0 if self._failing_since is None else clock.monotonic() - self._failing_since
+            if failing_s > FAILING_S or not go_on():
+                return False
+            self._take(0.2)
         return True
 
     def _again(self, e: WriterDied) -> None:
@@ -407,15 +460,29 @@ class CheckpointManager:
             CheckpointError: there are checkpoints and none verifies, or they are of other objects.
             StorageError: on every rank, when any of them could not read. That is no damage, and nothing is set aside.
         """
-        started = clock.monotonic()
         self._on_rank_0(self._sweep, f"{self._root}: cannot be used for checkpoints")
-        steps = self._on_rank_0(
-            lambda: [index.step_of(p) for p in index.folders(self._root) if index.is_committed(p)],
-            f"{self._root}: the checkpoints cannot be listed",
-        )
+        restored = self._restore(state)
+        if restored is not None:
+            self._newest = restored.step
+        if self._remote is not None and isinstance(self._worker, Background):
+            self._worker.upload(
+                Upload(
+                    url=self._remote.url,
+                    root=str(self._root),
+                    rank=self._ranks.rank,
+                    world_size=self._ranks.world_size,
+                    attempt=self._attempt,
+                    policy=self._remote.policy,
+                )
+            )
+        return restored
+
+    def _restore(self, state: dict[str, Any]) -> Restored | None:
+        started = clock.monotonic()
+        found = self._on_rank_0(self._found, f"{self._root}: the checkpoints cannot be listed")
         skipped: list[dict[str, Any]] = []
-        for step in reversed(steps):
-            folder = index.step_folder(self._root, step)
+        for step, is_here in reversed(found):
+            folder: Folder = index.step_folder(self._root, step) if is_here else index.step_folder(self._behind(), step)
             trouble, manifest = None, None
             try:
                 manifest = index.read_manifest(folder)
@@ -451,6 +518,24 @@ class CheckpointManager:
         if self._local.first and self._near_root is not None:
             near.tidy(self._near_root, restored.step, self._attempt)
         return dataclasses.replace(restored, from_local=sum(self._ranks.gather(read)))
+
+    def _found(self) -> list[tuple[int, bool]]:
+        """What can be restored, the oldest first: the step, and whether it is here or only behind the URL. Here is
+        after there, where it is in both."""
+        here = [index.step_of(p) or 0 for p in index.folders(self._root) if index.is_committed(p)]
+        there: list[int] = []
+        if self._remote is not None:
+            try:
+                there = [index.step_of(p) or 0 for p in index.folders(self._behind()) if index.is_committed(p)]
+            except StorageError as e:
+                if self._remote.needed and not here:
+                    raise
+                log.warning("%s; not looked at for newer checkpoints", e.message)
+        return sorted([*((s, True) for s in here), *((s, False) for s in there)])
+
+    def _behind(self) -> RemoteFolder:
+        assert self._remote is not None
+        return RemoteFolder(self._remote.url)
 
     def _sweep(self) -> None:
         """Clear away what a killed save has left. Only the attempt that owns the run gets here."""
@@ -490,8 +575,19 @@ def _fresh_folder(folder: Path) -> None:
     folder.mkdir(mode=0o750)
 
 
+def _no_longer_committed(folder: RemoteFolder) -> None:
+    """Nothing can be renamed there. Without its marker it does not count, and is replaced by a copy that is whole."""
+    try:
+        (folder / index.COMMITTED).unlink()
+    except OSError as e:
+        log.warning("%s is damaged and stays: %s", folder, e)
+
+
 def _set_aside(skipped: list[dict[str, Any]]) -> None:
     for entry in skipped:
+        if is_url(entry["path"]):
+            _no_longer_committed(RemoteFolder(entry["path"]))
+            continue
         folder = Path(entry["path"])
         away = index.damaged_folder(folder)
         if away.exists():

@@ -17,12 +17,13 @@ from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.local import Near
 from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
-from clustertrain.checkpoint.source import Folder
+from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.errors import CheckpointError
 
 Finish = Callable[[], None]
 # Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
 _THREADS = 4
+_FAR_THREADS = 16  # a store answers each request late, and many at a time
 _PIECE_BYTES = 16 * BLOCK_BYTES  # of a large shard, for one thread
 
 
@@ -56,7 +57,8 @@ class Reader:
             )
         names = objects.parameter_names(state)
         todo: list[Finish] = []
-        pool = self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "restore")
+        far = isinstance(self._folder, RemoteFolder)
+        pool = self._pool = ThreadPoolExecutor(_FAR_THREADS if far else min(_THREADS, os.cpu_count() or 1), "restore")
         try:
             for key, value in state.items():
                 if isinstance(value, nn.Module):

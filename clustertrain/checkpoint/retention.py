@@ -27,6 +27,7 @@ from typing import Literal
 
 from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.source import Folder
 from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError
 
@@ -80,7 +81,7 @@ def _best(newest_first: list[Known], policy: Policy) -> list[Known]:
     return [c for _, c in valued[: policy.keep_best]]
 
 
-def known(folder: Path, policy: Policy) -> Known:
+def known(folder: Folder, policy: Policy) -> Known:
     """What the index of a committed checkpoint says. One that does not read counts as regular and has no metric.
 
     Raises:
@@ -102,7 +103,7 @@ def known(folder: Path, policy: Policy) -> Known:
 
 # A large model's index has megabytes, and this is asked at every save. A save of the same step brings a new marker.
 @functools.lru_cache(maxsize=4096)
-def _read(folder: Path, inode: int, mtime_ns: int) -> tuple[index.Reason, index.Metric | None]:
+def _read(folder: Folder, inode: int, mtime_ns: int) -> tuple[index.Reason, index.Metric | None]:
     manifest = index.read_manifest(folder)
     return manifest.reason, manifest.metric
 
@@ -131,15 +132,20 @@ def choose(
 
 
 def apply(
-    root: Path, policy: Policy, *, good: Callable[[Path], bool], know: Callable[[Path, Policy], Known] = known
+    root: Path,
+    policy: Policy,
+    *,
+    good: Callable[[Path], bool],
+    know: Callable[[Path, Policy], Known] = known,
+    spared: Collection[int] = (),
 ) -> list[Path]:
-    """Delete what :func:`choose` says; returns it.
+    """Delete what :func:`choose` says, but for the steps ``spared``; returns it.
 
     Raises:
         OSError: one could not be deleted; those after it are still there.
         StorageError: as :func:`choose`; nothing was deleted.
     """
-    going = choose(root, policy, good=good, know=know)
+    going = [p for p in choose(root, policy, good=good, know=know) if index.step_of(p) not in spared]
     for folder in going:
         remove(folder)
     return going

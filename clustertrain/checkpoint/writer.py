@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,16 @@ def clear(folder: Path, by: Engine, rank: int) -> None:
             path.unlink()
 
 
-def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]) -> int:
+def commit(
+    job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool], spared: Callable[[], Collection[int]] = tuple
+) -> int:
     """Wait for all parts and commit; returns the bytes of the checkpoint's files. Done a second time, after the process
     that did it first was killed, it goes on from where that one was.
 
     Args:
         go_on: whether there is still somebody who wants it.
         may_prune: whether older checkpoints may be deleted; not when another attempt may be reading them.
+        spared: the steps that are needed all the same.
 
     Raises:
         OSError: as :func:`write`.
@@ -166,7 +169,7 @@ def commit(job: Commit, go_on: Callable[[], bool], may_prune: Callable[[], bool]
         raise
     if may_prune():
         points.reached("while pruning", 0)
-        _retire(Path(job.root), job.policy)
+        _retire(Path(job.root), job.policy, spared())
     return manifest.bytes
 
 
@@ -236,10 +239,10 @@ def publish(staging: Path, final: Path) -> None:
         shutil.rmtree(old)
 
 
-def _retire(root: Path, policy: Policy) -> None:
+def _retire(root: Path, policy: Policy, spared: Collection[int]) -> None:
     try:
         # Without reading all bytes again: that would take as long as a restore, at every save.
-        retention.apply(root, policy, good=retention.looks_whole)
+        retention.apply(root, policy, good=retention.looks_whole, spared=spared)
     except (OSError, StorageError) as e:
         # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
         log.warning("old checkpoints in %s could not be deleted: %s", root, e)

@@ -6,12 +6,14 @@ until then it brings to an end: the state of a rank that was killed while its sa
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import queue
 import sys
 import threading
 import traceback
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -23,6 +25,7 @@ from clustertrain import clock
 from clustertrain.checkpoint import local
 from clustertrain.checkpoint.background import Abandon, Memory, Message, Outcome, perform
 from clustertrain.checkpoint.engines import engine
+from clustertrain.checkpoint.remote import Copied, Upload, Uploader
 from clustertrain.checkpoint.trouble import Trouble
 from clustertrain.checkpoint.writer import Commit, Write
 
@@ -37,6 +40,8 @@ class Inbox:
         self._pipe = pipe
         self._jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
         self._keeper: Keeper | None = None
+        self._uploader: Uploader | None = None
+        self._idle = threading.Event()
         self._abandoned: set[int] = set()
         self._memory: dict[int, mmap.mmap] = {}
         self._sending = threading.Lock()
@@ -49,11 +54,27 @@ class Inbox:
 
     def next_job(self) -> Write | Commit | None:
         """Waits for it. None: there will be none."""
-        return self._jobs.get()
+        self._idle.set()
+        job = self._jobs.get()
+        self._idle.clear()
+        return job
 
-    def done(self, job: Write | Commit) -> None:
+    def done(self, job: Write | Commit, outcome: Outcome) -> None:
         if self._keeper is not None:
             self._keeper.done(job)
+        if self._uploader is not None and outcome.trouble is None and (isinstance(job, Commit) or job.rank != 0):
+            self._uploader.saved(job.step)
+        self.send(outcome)
+
+    def spared(self) -> Collection[int]:
+        return () if self._uploader is None else self._uploader.spared()
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            with suppress(OSError):
+                self._uploader.say_over()
+            sys.stderr.flush()
+            os._exit(0)  # a library's threads may be waiting for a server
 
     def memory(self, index: int) -> memoryview:
         return memoryview(self._memory[index])
@@ -73,11 +94,22 @@ class Inbox:
                     os.close(fd)
                 elif isinstance(message, Abandon):
                     self._abandoned.add(message.step)
-                else:
+                elif isinstance(message, Upload) and self._uploader is None:
+                    self._uploader = Uploader(message, self._copied, self._idle.wait)
+                    self._uploader.begin()
+                elif isinstance(message, Write | Commit):
                     self._put(message)
         except (EOFError, OSError):
             self._orphaned_at = clock.monotonic()
+            if self._uploader is not None:
+                self._uploader.end()
             self._put(None)
+
+    def _copied(self, c: Copied) -> None:
+        outcome = Outcome(
+            step=c.step, of="copy", bytes=c.bytes, seconds=c.seconds, ended=clock.monotonic(), trouble=c.trouble
+        )
+        self.send(outcome)
 
     def _put(self, job: Write | Commit | None) -> None:
         if self._keeper is None and isinstance(job, Write) and job.local:
@@ -130,17 +162,17 @@ def main(fd: int, name: str) -> None:
     inbox = Inbox(Connection(fd))
     engine(name)  # its imports, before there is anything to write
     while (job := inbox.next_job()) is not None:
-        step = job.step
         try:
             memory = inbox.memory(job.memory) if isinstance(job, Write) and job.memory is not None else None
-            done = perform(job, memory, lambda: inbox.wanted(step), lambda: not inbox.orphaned)  # noqa: B023
+            wanted = functools.partial(inbox.wanted, job.step)
+            done = perform(job, memory, wanted, lambda: not inbox.orphaned, inbox.spared)
         except Exception as e:  # an engine's own failure must reach the rank, and not end in a log that nobody reads
             traceback.print_exc()
             why = f"writing failed: {type(e).__name__}: {e}"
             of = "write" if isinstance(job, Write) else "commit"
-            done = Outcome(step=step, of=of, ended=clock.monotonic(), trouble=Trouble(why=why, of="storage"))  # type: ignore[arg-type]
-        inbox.done(job)
-        inbox.send(done)
+            done = Outcome(step=job.step, of=of, ended=clock.monotonic(), trouble=Trouble(why=why, of="storage"))  # type: ignore[arg-type]
+        inbox.done(job, done)
+    inbox.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -16,8 +17,9 @@ import torch
 import clustertrain
 from clustertrain import clock, fsio
 from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.errors import EnvironmentNotFit
@@ -73,24 +75,27 @@ class Keeping:
         asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
         self._best = asked.best
         self._interval = self._chosen_interval(every, asked.keep_every) if every is not None else None
+        policy = Policy(
+            keep=keep or asked.keep,
+            keep_every=asked.keep_every,
+            keep_best=asked.keep_best,
+            best=asked.best,
+            best_mode=asked.best_mode,
+        )
         self._manager = CheckpointManager(
             self._folder,
             Ranks(self._groups.checkpoint),
             attempt=str(context.attempt.n) if context.attempt else "local",
             layout={f: getattr(context.layout, f) for f in context.layout.__struct_fields__},
-            policy=Policy(
-                keep=keep or asked.keep,
-                keep_every=asked.keep_every,
-                keep_best=asked.keep_best,
-                best=asked.best,
-                best_mode=asked.best_mode,
-            ),
+            policy=policy,
             engine=asked.engine,
             background=asked.background,
             device=context.device,
             about=self._about(),
             local=self._local(asked),
+            remote=self._remote(asked, policy),
             on_commit=self._committed,
+            on_copy=self._copied,
         )
         self._manager.start()
 
@@ -112,6 +117,21 @@ class Keeping:
             root = None
             log.warning("checkpoint.local = %s; checkpoints of this node go straight to the shared folder", e.message)
         return Local(root, first=context.local_rank == 0)
+
+    def _remote(self, asked: CheckpointSpec, policy: Policy) -> Remote | None:
+        run = self._context.run
+        if not asked.remote or run is None:
+            return None
+        needed = self._context.rank == 0 and any(a.committed_step is not None for a in attempts.read_all(run)[:-1])
+        policy = dataclasses.replace(policy, keep=asked.remote_keep or policy.keep)
+        return Remote(f"{asked.remote.rstrip('/')}/{run.id}", policy, needed)
+
+    def _copied(self, copied: Outcome) -> None:
+        if copied.trouble is None:
+            self._event("copied", step=copied.step, copy_s=copied.seconds, bytes=copied.bytes)
+            return
+        self._event("copy_failed", step=copied.step, why=copied.trouble.why)
+        log.warning("the checkpoint of step %d is not copied: %s", copied.step, copied.trouble.why)
 
     def _about(self) -> dict[str, Any]:
         spec, run = self._context.spec, self._context.run
@@ -221,8 +241,15 @@ class Keeping:
 
     def close(self) -> None:
         """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
-        if self._manager is not None:
-            self._manager.close(
-                min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s), over=self._result.ending == "completed"
-            )
-            self._manager = None
+        if self._manager is None:
+            return
+        completed = self._result.ending == "completed"
+        if completed and not self._manager.await_copies(lambda: not self._told_to_stop()):
+            why = f"the run's end was not put off any longer for it; it is in {self._folder}"
+            self._event("copy_failed", step=self._result.committed_step, why=why)
+            log.warning("the last checkpoint is not copied: %s", why)
+        self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s), over=completed)
+        self._manager = None
+
+    def _told_to_stop(self) -> bool:
+        return self._context.rank_dir is not None and (self._context.rank_dir / "stop").exists()
