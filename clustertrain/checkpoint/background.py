@@ -6,9 +6,11 @@ is there in a fraction of a second.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -87,6 +89,11 @@ class Worker(Protocol):
 
     def abandon(self, step: int) -> None: ...
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is somebody to do a job, as far as is known."""
+        ...
+
     def outcome(self, timeout_s: float | None) -> Outcome | None:
         """The next one. None: there is none within the timeout (None: for ever).
 
@@ -115,6 +122,10 @@ class Inline:
     def abandon(self, step: int) -> None:
         self._abandoned.add(step)
 
+    @property
+    def alive(self) -> bool:
+        return bool(self._todo)
+
     def outcome(self, timeout_s: float | None) -> Outcome | None:
         if not self._todo or timeout_s == 0:
             return None
@@ -133,17 +144,27 @@ class Background:
         self._engine = engine
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
+        self._lock = threading.RLock()  # a thread that waits for a GPU sends too
         self._sent: dict[int, int] = {}  # by buffer, the file descriptor that the process has
         self._upload: Upload | None = None
 
     def start(self) -> None:
-        if self._process is not None:
-            return
+        with self._lock:
+            if self._process is None:
+                self._start()
+
+    def _start(self) -> None:
         ours, theirs = Pipe()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # a child has the mask of its parent
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "clustertrain.checkpoint.writing", str(theirs.fileno()), self._engine],
+                [
+                    sys.executable,
+                    "-m",
+                    "clustertrain.checkpoint.writing",
+                    *map(str, (theirs.fileno(), os.getpid())),
+                    self._engine,
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
@@ -156,8 +177,8 @@ class Background:
             self._send(self._upload)
 
     def submit(self, job: Write | Commit, staging: Staging | None) -> None:
-        self.start()
-        with suppress(OSError):  # it has died; outcome() tells
+        with self._lock, suppress(OSError):  # it has died; outcome() tells
+            self.start()
             number = job.memory if isinstance(job, Write) else None
             if staging is not None and number is not None and self._sent.get(number) != staging.fd:
                 assert staging.fd is not None and self._process is not None and self._pipe is not None
@@ -167,8 +188,9 @@ class Background:
             self._send(job)
 
     def abandon(self, step: int) -> None:
-        with suppress(OSError):
-            self._send(Abandon(step=step))
+        with self._lock, suppress(OSError):
+            if self._pipe is not None:
+                self._send(Abandon(step=step))
 
     def upload(self, job: Upload) -> None:
         """From now on, also by a process that takes over."""
@@ -200,6 +222,10 @@ class Background:
             raise WriterDied(f"the process that writes checkpoints {how}") from e
 
     def _bury(self) -> str:
+        with self._lock:
+            return self._buried()
+
+    def _buried(self) -> str:
         assert self._process is not None and self._pipe is not None
         code = self._process.wait()
         self._pipe.close()

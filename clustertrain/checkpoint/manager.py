@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,7 @@ class CheckpointManager:
         engine: str = "raw",
         background: bool = True,
         device: torch.device = CPU,
+        sharers: int = 1,
         about: Mapping[str, Any] | None = None,
         local: Local | None = None,
         remote: Remote | None = None,
@@ -149,6 +152,7 @@ class CheckpointManager:
         on_copy: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first;
+        ``sharers`` is the number of ranks on this machine;
         ``on_copy`` on rank 0 when all of one is copied, and on a rank that could not copy its share. ``local`` and
         ``remote`` need ``background``."""
         self._root = root
@@ -166,7 +170,8 @@ class CheckpointManager:
         self._failing_since: float | None = None  # of copies
         self._worker: Worker = Background(engine) if background else Inline()
         self._background = background
-        self._stagings = [Staging(root, device) for _ in range(2 if device.type == "cuda" else 1)]
+        buffers = 2 if device.type == "cuda" else 1
+        self._stagings = [Staging(root, device, sharers * buffers) for _ in range(buffers)]
         self._local = local
         self._near_root = local.root if local is not None else None
         self._flights: deque[_Flight] = deque()
@@ -212,11 +217,16 @@ class CheckpointManager:
         """
         started = clock.monotonic()
         while len(self._flights) >= self._most_flights:
-            self._land()
+            try:
+                self._land()
+            except CheckpointError as e:  # on all ranks alike
+                if reason == "interval":
+                    raise
+                log.warning("%s; what is saved now matters more", e)
         points.reached("before staging", self._ranks.rank)
         share, own = self._share(state, rank_state or {}, _failure(self._root, step))
-        folder = index.staging_folder(self._root, step, self._attempt)
-        self._on_rank_0(lambda: _fresh_folder(folder), f"{folder}: cannot be made")
+        made = self._on_rank_0(lambda: _fresh_folder(self._root, step, self._attempt), f"{self._root}: not writable")
+        folder = self._root / made
         number = self._saves % len(self._stagings)
         self._saves += 1
         for before in self._flights:
@@ -276,11 +286,26 @@ class CheckpointManager:
             self._send(flight)
 
     def _send(self, flight: _Flight) -> None:
-        flight.staging.ready()
-        if flight.written is None:
-            self._worker.submit(flight.write, flight.staging)
-        if flight.commit is not None and flight.committed is None:
-            self._worker.submit(flight.commit, None)
+        try:
+            flight.staging.ready()
+            if flight.written is None:
+                self._worker.submit(flight.write, flight.staging)
+            if flight.commit is not None and flight.committed is None:
+                self._worker.submit(flight.commit, None)
+        except Exception as e:  # also of a thread: nobody would hear of it, and wait for an answer for ever
+            self._failed(flight, f"{type(e).__name__}: {e}")
+
+    def _failed(self, flight: _Flight, why: str) -> None:
+        trouble = Trouble(why=why, of="storage")
+        failed = Outcome(step=flight.step, of="write", ended=clock.monotonic(), trouble=trouble)
+        flight.written = flight.written or failed
+        if flight.commit is not None:
+            flight.committed = flight.committed or failed
+
+    @property
+    def under_way(self) -> int:
+        """Saves of which this rank does not know the outcome."""
+        return sum(not flight.answered() for flight in self._flights)
 
     def settle(self) -> Saved | None:
         """Wait until every save is committed; returns the last one.
@@ -338,6 +363,9 @@ class CheckpointManager:
         until = clock.monotonic() + timeout_s
         while self._flights and not self._flights[-1].answered() and (left := until - clock.monotonic()) > 0:
             self._take(left)
+        for flight in self._flights:
+            if flight.sending is not None:
+                flight.sending.join()  # it reads the memory
         self.poll()
         self._worker.close()
         for staging in self._stagings:
@@ -349,7 +377,8 @@ class CheckpointManager:
         if flight.sending is not None:
             flight.sending.join()
         while not done():
-            self._take(None)
+            if not self._take(None) and not self._worker.alive:
+                self._again(WriterDied("the process that writes checkpoints is gone"))
 
     def _take(self, timeout_s: float | None) -> bool:
         """Take one outcome; False: there was none in time."""
@@ -404,22 +433,14 @@ class CheckpointManager:
     def _again(self, e: WriterDied) -> None:
         """Another process goes on with what the dead one left, once: its memory is still there."""
         for flight in self._flights:
-            if flight.answered():
+            if flight.answered() or (flight.sending is not None and flight.sending.is_alive()):
                 continue
             if not flight.retried:
                 log.warning("%s; another one goes on with step %d", e, flight.step)
                 flight.retried = True
                 self._send(flight)
                 continue
-            failed = Outcome(
-                step=flight.step,
-                of="write",
-                ended=clock.monotonic(),
-                trouble=Trouble(why=f"{e}, twice", of="storage"),
-            )
-            flight.written = flight.written or failed
-            if flight.commit is not None:
-                flight.committed = flight.committed or failed
+            self._failed(flight, f"{e}, twice")
 
     def _share(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str) -> tuple[Share, Any]:
         """What this rank writes, and the JSON values of its own."""
@@ -522,7 +543,8 @@ class CheckpointManager:
     def _found(self) -> list[tuple[int, bool]]:
         """What can be restored, the oldest first: the step, and whether it is here or only behind the URL. Here is
         after there, where it is in both."""
-        here = [index.step_of(p) or 0 for p in index.folders(self._root) if index.is_committed(p)]
+        # A folder has this name only when its marker is there: one without is damaged, not unfinished.
+        here = [index.step_of(p) or 0 for p in index.folders(self._root)]
         there: list[int] = []
         if self._remote is not None:
             try:
@@ -547,8 +569,14 @@ class CheckpointManager:
             else:  # killed between the two renames of writer.publish
                 old.rename(final)
         for staging in self._root.glob(".step-*"):
-            # A writer that has outlived its rank may be at work in it, and fails when it is gone.
-            shutil.rmtree(staging, ignore_errors=True)
+            # A writer that has outlived its rank may be at work in it, and even commit it: under another name it is out
+            # of its reach as a whole, or not there any more.
+            away = staging.with_name(f".swept{staging.name}")
+            with suppress(FileNotFoundError):
+                staging.rename(away)
+            shutil.rmtree(away, ignore_errors=True)
+        for rest in self._root.glob(".swept.step-*"):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def _failure(root: Path, step: int) -> str:
@@ -568,11 +596,13 @@ def _committed(flight: _Flight) -> tuple[int, float]:
     return outcome.bytes, outcome.ended - flight.started
 
 
-def _fresh_folder(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-    if folder.exists():
-        shutil.rmtree(folder)
+def _fresh_folder(root: Path, step: int, attempt: str) -> str:
+    """Make a folder that no other save has, not even one of the same step: a writer that has outlived its rank may
+    still be at work in that. Returns its name."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o750)
+    folder = index.staging_folder(root, step, f"{attempt}-{secrets.token_hex(4)}")
     folder.mkdir(mode=0o750)
+    return folder.name
 
 
 def _no_longer_committed(folder: RemoteFolder) -> None:

@@ -76,6 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     torch: str
     step: int
+    made_in: str = ""  # name of the folder before it was committed, another one for each save
     world_size: int
     engine: str
     reason: Reason = "interval"
@@ -184,11 +185,11 @@ def read_manifest(folder: Folder) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as e:
         raise Damaged(f"{folder / MANIFEST}: {e}") from e
-    _check(folder, manifest)
+    check(folder, manifest)
     return manifest
 
 
-def _check(folder: Folder, manifest: Manifest) -> None:
+def check(folder: Folder, manifest: Manifest) -> None:
     """Whoever writes an index can give it the right checksum; what it says must still make sense, and lead nowhere
     else."""
     for name in (*manifest.files, *(s.file for t in manifest.tensors for s in t.shards)):
@@ -196,6 +197,8 @@ def _check(folder: Folder, manifest: Manifest) -> None:
             raise Damaged(f"{folder / MANIFEST}: names {name!r}, which is outside of the checkpoint")
     for tensor in manifest.tensors:
         for shard in tensor.shards:
+            if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
+                raise Damaged(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
             sizes = (*shard.start, *shard.shape, shard.offset, tensor.itemsize)
             size = math.prod(shard.shape) * tensor.itemsize
             if min(sizes) < 0 or shard.nbytes != size or count(shard.blocks) != -(-size // BLOCK_BYTES):

@@ -22,6 +22,7 @@ POINTS: Final = (
     "before writing",
     "while writing",
     "written",
+    "handed in",
     "before the marker",
     "after the marker",
     "while publishing",

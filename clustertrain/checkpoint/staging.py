@@ -33,8 +33,10 @@ class Staging:
     process leaves its files behind. Where so much memory is not free, it is a file without a name in ``spill``.
     """
 
-    def __init__(self, spill: Path, device: torch.device) -> None:
+    def __init__(self, spill: Path, device: torch.device, sharers: int = 1) -> None:
+        """``sharers``: how many buffers of all ranks of the machine want the memory that is free."""
         self._spill = spill
+        self._sharers = sharers
         self._device = device
         self._pinned = False
         self._reserving: threading.Thread | None = None
@@ -80,7 +82,8 @@ class Staging:
         for block, segment in zip(blocks, segments, strict=True):
             if segment.nbytes and self._whole is not None:
                 place = self._whole[segment.at : segment.at + segment.nbytes].view(block.local.dtype)
-                place.view(block.local.shape).copy_(block.local.detach(), non_blocking=self._pinned)
+                local = block.local.detach().resolve_conj().resolve_neg()
+                place.view(block.local.shape).copy_(local, non_blocking=self._pinned)
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Begin to make room for ``blocks``; does not wait.
@@ -99,6 +102,8 @@ class Staging:
             self._reserving = None
 
     def _prepare(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread, which would have a context on the first GPU else
         if self.in_memory and self._whole is not None:
             madvise = getattr(ctypes.CDLL(None), "madvise", None)
             for at in range(0, self.size, _POPULATE_BYTES):
@@ -110,7 +115,7 @@ class Staging:
 
     def _pin(self) -> None:
         """Without it copies from a GPU go through a small buffer of the driver's, and wait for each other."""
-        if self._device.type == "cuda" and self._whole is not None:
+        if self._device.type == "cuda" and self.in_memory and self._whole is not None:
             self._pinned = _cudart().cudaHostRegister(self._whole.data_ptr(), self.size, 0) == 0
 
     def _grow(self, total: int) -> bool:
@@ -119,15 +124,21 @@ class Staging:
         if total <= self.size:
             return False
         self.close()
-        self.in_memory = total <= _ENOUGH * available_memory()
-        if self.in_memory and hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("clustertrain-staging")
-        else:
-            with tempfile.TemporaryFile(dir=self._spill) as file:
-                self.fd = os.dup(file.fileno())
-        os.truncate(self.fd, total)
+        self.in_memory = total <= _ENOUGH * available_memory() / self._sharers
+        try:
+            if self.in_memory and hasattr(os, "memfd_create"):
+                self.fd = os.memfd_create("clustertrain-staging")
+                os.truncate(self.fd, total)
+            else:
+                with tempfile.TemporaryFile(dir=self._spill) as file:
+                    self.fd = os.dup(file.fileno())
+                # Not sparse: where the disk is full, that is told now, and not by SIGBUS in the middle of the copy.
+                os.posix_fallocate(self.fd, 0, total)
+            self._whole = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
         self.size = total
-        self._whole = torch.frombuffer(mmap.mmap(self.fd, total), dtype=torch.uint8)
         return True
 
     def memory(self) -> memoryview:

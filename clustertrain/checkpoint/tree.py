@@ -6,6 +6,7 @@ No pickle: whatever is not a tensor, an array or plain data is refused with its 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from clustertrain.errors import CheckpointError
 
 _TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES = "__tensor__", "__array__", "__tuple__", "__map__", "__bytes__"
-_TAGS = frozenset({_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES})
+_FLOAT, _INT = "__float__", "__int__"  # inf, -inf, nan; more than 64 bits
+_TAGS = frozenset({_TENSOR, _ARRAY, _TUPLE, _MAP, _BYTES, _FLOAT, _INT})
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -27,10 +29,10 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return {_TENSOR: name}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic):  # before float, which some of them are
+        value = value.item()
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return _scalar(value, name)
     if isinstance(value, np.ndarray):
         # As bytes, since torch lacks some of numpy's types.
         tensors[name] = torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
@@ -52,6 +54,23 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def _scalar(value: bool | int | float | str | None, name: str) -> Any:
+    """Of the exact type, since a subclass of a number is none for JSON."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else {_INT: hex(value)}
+    try:
+        str.encode(value)
+    except UnicodeEncodeError as e:
+        raise CheckpointError(
+            f"state {name}: the text {value!r} is no Unicode: {e.reason}", fix="save it as bytes"
+        ) from e
+    return str.__str__(value)
+
+
 def decode(
     value: Any, tensor: Callable[[str], torch.Tensor], of_array: Callable[[str], torch.Tensor] | None = None
 ) -> Any:
@@ -67,6 +86,10 @@ def decode(
     if _ARRAY in value:
         data = np.frombuffer(of_array(value[_ARRAY]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
         return data.reshape(value["shape"]).copy()
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    if _INT in value:
+        return int(value[_INT], 16)
     if _BYTES in value:
         return base64.b64decode(value[_BYTES])
     if _TUPLE in value:

@@ -10,6 +10,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from clustertrain.checkpoint.engines import Engine, engine
 from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.segments import Place, Segment
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -86,10 +87,29 @@ def write(job: Write, memory: memoryview) -> int:
         OSError: the disk is full, the quota is spent, …
     """
     folder = Path(job.folder)
-    part = put(folder, job, memory)
-    points.reached("written", job.rank)
-    leave(folder, job.rank, part)
+    if not handed_in(job):
+        part = put(folder, job, memory)
+        points.reached("written", job.rank)
+        leave(folder, job.rank, part)
+        points.reached("handed in", job.rank)
     return sum(s.nbytes for s in job.segments)
+
+
+def handed_in(job: Write) -> bool:
+    """Whether a writer that was killed since has left the done-file of this part. Rank 0 may be reading the part by
+    now, or have committed it, so it is not touched again."""
+    folder = Path(job.folder)
+    if folder.exists():
+        if not done_file(folder, job.rank).exists():
+            return False
+        fsio.fsync_folder(folder)
+        return True
+    return is_of(index.step_folder(folder.parent, job.step), folder)
+
+
+def is_of(final: Path, staging: Path) -> bool:
+    """Whether the committed checkpoint ``final`` is the one that was made in ``staging``."""
+    return index.is_committed(final) and index.read_manifest(final).made_in == staging.name
 
 
 def put(folder: Path, job: Write, memory: memoryview) -> Part:
@@ -156,7 +176,7 @@ def commit(
         CheckpointError: a rank did not write its part, or the parts do not fit together.
     """
     folder, final = Path(job.folder), index.step_folder(Path(job.root), job.step)
-    if not folder.exists() and index.is_committed(final):
+    if not folder.exists() and is_of(final, folder):
         fsio.fsync_folder(final.parent)
         return index.read_manifest(final).bytes
     try:
@@ -182,6 +202,7 @@ def _indexed(folder: Path, job: Commit, go_on: Callable[[], bool]) -> Manifest:
         format=index.FORMAT,
         torch=job.torch,
         step=job.step,
+        made_in=folder.name,
         world_size=job.world_size,
         engine=job.engine,
         reason=job.reason,
@@ -192,6 +213,7 @@ def _indexed(folder: Path, job: Commit, go_on: Callable[[], bool]) -> Manifest:
         tensors=tensors,
         values={**job.values, "ranks": {str(r): part.own for r, part in enumerate(parts)}},
     )
+    index.check(folder, manifest)  # what the parts say is there must be there
     points.reached("before the marker", 0)
     index.write_manifest(folder, manifest)
     points.reached("after the marker", 0)
@@ -202,16 +224,16 @@ def _all_parts(folder: Path, job: Commit, go_on: Callable[[], bool]) -> list[Par
     parts: dict[int, Part] = {}
 
     def look() -> bool:
+        # By listing: a client of NFS that has asked for a file in vain believes for a minute that there is none.
+        there = {p.name for p in patiently(lambda: list(folder.iterdir()), folder)}
         for rank in range(job.world_size):
-            if rank in parts:
-                continue
-            try:
-                parts[rank] = msgspec.json.decode(done_file(folder, rank).read_bytes(), type=Part)
-            except FileNotFoundError:
-                break
+            path = done_file(folder, rank)
+            if rank not in parts and path.name in there:
+                with suppress(FileNotFoundError, msgspec.DecodeError):  # not all there yet
+                    parts[rank] = msgspec.json.decode(patiently(path.read_bytes, path), type=Part)
         return len(parts) == job.world_size or not go_on()
 
-    clock.wait_until(look, job.patience_s, 0.02)
+    clock.wait_until(look, job.patience_s, 0.05)
     if not go_on() and len(parts) < job.world_size:
         raise Abandoned("given up")
     if len(parts) < job.world_size:
@@ -236,7 +258,7 @@ def publish(staging: Path, final: Path) -> None:
     staging.rename(final)
     fsio.fsync_folder(final.parent)
     if old.exists():
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # else the sweep of the next restore does it
 
 
 def _retire(root: Path, policy: Policy, spared: Collection[int]) -> None:
@@ -282,7 +304,7 @@ def _tensor(head: Segment, shards: Sequence[ShardRecord]) -> TensorRecord:
     for n in head.shape:
         whole *= n
     held = sum(s.nbytes for s in shards)
-    if held != whole:
+    if held != whole or len({s.start for s in shards}) != len(shards):
         raise CheckpointError(f"{head.name}: the ranks hold {held} bytes of {whole}; is it the same on all of them?")
     return TensorRecord(
         name=head.name,

@@ -1,4 +1,4 @@
-"""The process that writes one rank's checkpoints: ``python -m clustertrain.checkpoint.writing FD ENGINE``.
+"""The process that writes one rank's checkpoints: ``python -m clustertrain.checkpoint.writing FD PID ENGINE``.
 
 It takes jobs from the pipe until that ends, which is when its rank does, however that comes about. What it was given
 until then it brings to an end: the state of a rank that was killed while its save was under way is not lost.
@@ -36,8 +36,9 @@ ORPHAN_S = 20.0
 class Inbox:
     """What the rank sends, read by a thread, so that it never waits for a write to end before it can send more."""
 
-    def __init__(self, pipe: Connection[Any, Any]) -> None:
+    def __init__(self, pipe: Connection[Any, Any], rank_pid: int) -> None:
         self._pipe = pipe
+        self._rank_pid = rank_pid
         self._jobs: queue.SimpleQueue[Write | Commit | None] = queue.SimpleQueue()
         self._keeper: Keeper | None = None
         self._uploader: Uploader | None = None
@@ -50,6 +51,9 @@ class Inbox:
 
     @property
     def orphaned(self) -> bool:
+        """Whether the rank is gone. Its end of the pipe may be held open by a child that it forked."""
+        if self._orphaned_at is None and os.getppid() != self._rank_pid:
+            self._orphaned_at = clock.monotonic()
         return self._orphaned_at is not None
 
     def next_job(self) -> Write | Commit | None:
@@ -80,13 +84,16 @@ class Inbox:
         return memoryview(self._memory[index])
 
     def wanted(self, step: int) -> bool:
-        if self._orphaned_at is not None and clock.monotonic() - self._orphaned_at > ORPHAN_S:
+        if self.orphaned and clock.monotonic() - (self._orphaned_at or 0.0) > ORPHAN_S:
             return False
         return step not in self._abandoned
 
     def _read(self) -> None:
         try:
             while True:
+                while not self._pipe.poll(1.0):
+                    if self.orphaned:
+                        return
                 message = msgspec.json.decode(self._pipe.recv_bytes(), type=Message)
                 if isinstance(message, Memory):
                     fd = reduction.recv_handle(self._pipe)
@@ -98,9 +105,14 @@ class Inbox:
                     self._uploader = Uploader(message, self._copied, self._idle.wait)
                     self._uploader.begin()
                 elif isinstance(message, Write | Commit):
+                    self._abandoned.discard(message.step)
                     self._put(message)
         except (EOFError, OSError):
-            self._orphaned_at = clock.monotonic()
+            pass
+        except Exception:  # whatever it is, the process must end: its rank waits for an answer
+            traceback.print_exc()
+        finally:
+            self._orphaned_at = self._orphaned_at or clock.monotonic()
             if self._uploader is not None:
                 self._uploader.end()
             self._put(None)
@@ -158,8 +170,8 @@ class Keeper:
             self._busy.discard(job.local)
 
 
-def main(fd: int, name: str) -> None:
-    inbox = Inbox(Connection(fd))
+def main(fd: int, rank_pid: int, name: str) -> None:
+    inbox = Inbox(Connection(fd), rank_pid)
     engine(name)  # its imports, before there is anything to write
     while (job := inbox.next_job()) is not None:
         try:
@@ -176,4 +188,4 @@ def main(fd: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import torch
 
 import clustertrain
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
@@ -34,6 +35,7 @@ from clustertrain.train.result import RankResult
 log = logging.getLogger(__name__)
 
 TELLING = 0.1  # a change of the interval by less is not worth an event
+REMEMBERED = 5  # saves: one that a busy hour made slow must not forbid all later ones
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
 LAST_WORD_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
 
@@ -56,7 +58,7 @@ class Keeping:
         self._threads = threads
         self._result = result
         self._event = event
-        self._slowest_save_s = 0.0
+        self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
         self._interval: Interval | None = None
         self._asked = False
         self._best = ""
@@ -71,6 +73,9 @@ class Keeping:
         the recipe says). The recipe's table has the last word on everything else."""
         if self._folder is None:
             return
+        if self._manager is not None:  # of an earlier loop of the same session
+            self._manager.settle()
+            self._manager.close()
         context = self._context
         asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
         self._best = asked.best
@@ -91,6 +96,8 @@ class Keeping:
             engine=asked.engine,
             background=asked.background,
             device=context.device,
+            # The local backend's nodes are all on this machine.
+            sharers=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
             about=self._about(),
             local=self._local(asked),
             remote=self._remote(asked, policy),
@@ -208,7 +215,7 @@ class Keeping:
             self._event("checkpoint_interval", seconds=self._interval.seconds, why=self._interval.explain())
 
     def _committed(self, saved: Saved) -> None:
-        self._slowest_save_s = max(self._slowest_save_s, saved.save_s)
+        self._saves_s.append(saved.save_s)
         self._result.committed_step = saved.step
         self._event(
             "checkpoint",
@@ -235,9 +242,17 @@ class Keeping:
             self._manager.settle()
 
     def too_late(self, deadline: float | None) -> bool:
-        """Whether a save would not end before the kill, by the slowest one so far. The newest committed checkpoint then
-        stands; a save that is killed half way would not change that, only cost the orderly end."""
-        return deadline is not None and clock.now() + SAVE_MARGIN * self._slowest_save_s > deadline
+        """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under
+        way. The newest committed checkpoint then stands; a save that is killed half way would not change that, only
+        cost the orderly end."""
+        if deadline is None:
+            return False
+        saves = 1 + (self._manager.under_way if self._manager is not None else 0)
+        return clock.now() + SAVE_MARGIN * saves * self._slow_s > deadline
+
+    @property
+    def _slow_s(self) -> float:
+        return max(self._saves_s, default=0.0)
 
     def close(self) -> None:
         """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
@@ -248,7 +263,7 @@ class Keeping:
             why = f"the run's end was not put off any longer for it; it is in {self._folder}"
             self._event("copy_failed", step=self._result.committed_step, why=why)
             log.warning("the last checkpoint is not copied: %s", why)
-        self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slowest_save_s), over=completed)
+        self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slow_s), over=completed)
         self._manager = None
 
     def _told_to_stop(self) -> bool:

@@ -356,7 +356,8 @@ class Session:
         first = self.step = self._keeping.restore(state, self.seed)
         while True:
             stop = self.step < total and self.poll()
-            due = self._keeping.due(self.step) or (self.step > first and self._agreement.taken("save"))
+            asked = self.step > first and self._agreement.taken("save")
+            due = asked or self._keeping.due(self.step)
             late = stop and self._agreement.any(self._keeping.too_late(self._flag.deadline()))
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)

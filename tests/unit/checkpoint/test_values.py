@@ -1,0 +1,140 @@
+"""What is no tensor comes back from a real save as it was."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clustertrain import settings
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.background import Background
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.staging import Staging
+from clustertrain.errors import CheckpointError
+
+
+class Text(str):
+    pass
+
+
+class Count(int):
+    pass
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_numbers_that_json_lacks(tmp_path: Path, background: bool) -> None:
+    saved: dict[str, Any] = {
+        "best": math.inf,
+        "worst": -math.inf,
+        "none": math.nan,
+        "of numpy": np.float64("inf"),
+        "bits": np.random.PCG64(7).state,
+        "text": Text("a"),
+        "count": Count(3),
+        "flag": np.bool_(True),
+        "tagged": {"__float__": 1},
+    }
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=background)
+    manager.save(1, {"state": saved}, wait=True)
+    manager.close()
+    found: dict[str, Any] = {"state": None}
+    assert CheckpointManager(tmp_path / "c", Ranks(), attempt="2", layout={}, background=False).restore(found)
+    got = found["state"]
+    assert math.isnan(got.pop("none")) and math.isnan(saved.pop("none"))
+    assert got == saved
+    assert got["flag"] is True
+
+
+def test_a_scheduler_saved_before_its_first_step_goes_on(tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    manager.save(1, made())
+    restored = made()
+    manager.restore(restored)
+    restored["scheduler"].step(1.0)
+    assert restored["scheduler"].best == 1.0
+
+
+def test_text_that_is_none_is_refused_by_its_place(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    with pytest.raises(CheckpointError, match=r"state note: the text .* is no Unicode"):
+        manager.save(1, {"note": "\ud800"})
+
+
+def test_a_part_that_was_handed_in_is_not_touched_again(tmp_path: Path) -> None:
+    """The writer dies between its done-file and its word of it: rank 0 may be reading by then."""
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
+    os.environ[settings.FAULT_AT] = "handed in:0:1:KILL"
+    try:
+        manager.start()
+    finally:
+        del os.environ[settings.FAULT_AT]
+    manager.save(3, {"x": torch.ones(5)})
+    saved = manager.settle()
+    manager.close()
+    assert saved is not None
+    manifest = index.read_manifest(saved.path)
+    assert "rank-0.bin" in manifest.files
+
+
+def test_a_checkpoint_without_its_marker_is_damage_and_not_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    for step in (3, 6):
+        manager.save(step, {"x": torch.ones(5)})
+    (index.step_folder(tmp_path / "c", 6) / "COMMITTED").unlink()
+    restored = manager.restore({"x": torch.zeros(5)})
+    assert restored is not None
+    assert (restored.step, [s["step"] for s in restored.skipped]) == (3, [6])
+    (index.step_folder(tmp_path / "c", 3) / "COMMITTED").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint verifies"):
+        manager.restore({"x": torch.zeros(5)})
+
+
+def test_an_index_without_the_data_it_speaks_of_is_not_whole(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    saved = manager.save(3, {"x": torch.ones(5)})
+    assert saved is not None
+    manifest = index.read_manifest(saved.path)
+    (saved.path / "rank-0.bin").unlink()
+    files = {name: size for name, size in manifest.files.items() if name != "rank-0.bin"}
+    with pytest.raises(index.Damaged, match=r"rank-0\.bin: has not the bytes of x"):
+        index.check(
+            saved.path,
+            index.Manifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": files}),
+        )
+
+
+def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Background, *args: Any) -> None:
+        raise TypeError("cannot be encoded")
+
+    monkeypatch.setattr(Background, "submit", refuse)
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={})
+    with pytest.raises(CheckpointError, match="cannot be encoded"):
+        manager.save(3, {"x": torch.ones(5)}, wait=True)
+
+
+def test_free_memory_is_shared_out_among_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clustertrain.checkpoint import staging
+    from clustertrain.checkpoint.state import block
+
+    monkeypatch.setattr(staging, "available_memory", lambda: 10_000_000)
+    state = [block("a", "other", torch.zeros(750_000))]
+    alone, one_of_four = Staging(tmp_path, torch.device("cpu")), Staging(tmp_path, torch.device("cpu"), 4)
+    alone.fill(state)
+    one_of_four.fill(state)
+    assert (alone.in_memory, one_of_four.in_memory) == (True, False)
+    alone.close()
+    one_of_four.close()
