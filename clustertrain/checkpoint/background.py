@@ -167,8 +167,9 @@ class Background:
             self._send(job)
 
     def abandon(self, step: int) -> None:
-        with suppress(OSError):
-            self._send(Abandon(step=step))
+        if self._pipe is not None:  # else it has died, and its commit with it
+            with suppress(OSError):
+                self._send(Abandon(step=step))
 
     def upload(self, job: Upload) -> None:
         """From now on, also by a process that takes over."""
