@@ -232,8 +232,13 @@ def publish(staging: Path, final: Path) -> None:
     old = index.replaced_folder(final)
     if final.exists():
         final.rename(old)
+    try:
         points.reached("while publishing", 0)
-    staging.rename(final)
+        staging.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     fsio.fsync_folder(final.parent)
     if old.exists():
         shutil.rmtree(old)
