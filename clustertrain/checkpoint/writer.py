@@ -168,7 +168,6 @@ def commit(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if may_prune():
-        points.reached("while pruning", 0)
         _retire(Path(job.root), job.policy, spared())
     return manifest.bytes
 
@@ -246,6 +245,7 @@ def publish(staging: Path, final: Path) -> None:
 
 def _retire(root: Path, policy: Policy, spared: Collection[int]) -> None:
     try:
+        points.reached("while pruning", 0)
         # Without reading all bytes again: that would take as long as a restore, at every save.
         retention.apply(root, policy, good=retention.looks_whole, spared=spared)
     except (OSError, StorageError) as e:

@@ -136,6 +136,17 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
     assert restored_value(root) == (9, 3.0)
 
 
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -> None:
+    manager_of(root, "1").save(3, state_of(1.0))
+    manager = manager_of(root, "2", background=True)
+    with fault_at("while pruning", "EIO"):
+        manager.start()
+    manager.save(6, state_of(2.0), wait=True)
+    end(manager)
+    assert names(root) == ["step-00000003", "step-00000006"]
+    assert restored_value(root) == (6, 2.0)
+
+
 def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
     manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False)
     for step in (3, 6):
