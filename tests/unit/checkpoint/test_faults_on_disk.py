@@ -158,6 +158,16 @@ def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000006"]
 
 
+def test_a_checkpoint_under_another_steps_name_is_damaged(root: Path) -> None:
+    """Restored as step 6, the run would do the data of steps 4 to 6 never."""
+    manager = CheckpointManager(root, Ranks(), attempt="1", layout={}, background=False)
+    manager.save(3, state_of(1.0))
+    shutil.copytree(index.step_folder(root, 3), index.step_folder(root, 6))
+    restored = manager.restore(state_of(0.0))
+    assert restored is not None and restored.step == 3
+    assert "is of step 3" in restored.skipped[0]["why"]
+
+
 # -- folders that may not be used
 
 
