@@ -215,6 +215,16 @@ def test_what_may_not_be_read_is_no_damage_and_no_new_beginning(shared: Path, de
     assert restored is not None and (restored.step, restored.skipped) == (6, [])
 
 
+def test_a_folder_that_may_not_be_written_is_told_at_the_first_save(shared: Path) -> None:
+    with as_nobody():
+        restored = restored_by(shared)
+        assert restored is not None and restored.step == 6
+        with pytest.raises(StorageError, match=r"checkpoints/\.step-00000009-2.*: .*Permission denied") as e:
+            manager_of(shared, "2").save(9, state_of(9.0))
+    assert e.value.full  # it would fail the same way again
+    assert names(shared) == ["step-00000003", "step-00000006"]
+
+
 def test_damage_in_a_folder_that_may_not_be_written_is_passed_over(shared: Path) -> None:
     os.truncate(shared / "step-00000006" / "rank-0.bin", 8)
     with as_nobody(), pytest.raises(StorageError, match="damaged checkpoints cannot be set aside"):
