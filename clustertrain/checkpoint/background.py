@@ -189,7 +189,7 @@ class Background:
 
     def abandon(self, step: int) -> None:
         with self._lock, suppress(OSError):
-            if self._pipe is not None:
+            if self._pipe is not None:  # else it has died, and its commit with it
                 self._send(Abandon(step=step))
 
     def upload(self, job: Upload) -> None:

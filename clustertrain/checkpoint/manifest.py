@@ -161,7 +161,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """The index of a committed checkpoint.
 
     Raises:
-        Damaged: no marker, or index and marker do not fit each other.
+        Damaged: no marker, or index, marker and the folder's name do not fit each other.
         StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
@@ -179,6 +179,8 @@ def read_manifest(folder: Folder) -> Manifest:
             f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT}",
             fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT else ""),
         )
+    if step_of(folder) not in (None, marker.step):  # a copy; its data would be taken for another step's
+        raise Damaged(f"{folder}: is of step {marker.step}")
     if checksum(data) != marker.manifest_xxh3_128:
         raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
     try:

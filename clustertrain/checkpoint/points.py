@@ -1,8 +1,8 @@
 """Named points of the way that a save takes, where a test can make something go wrong: what is there afterwards must do
 for a resume.
 
-``CLUSTERTRAIN_FAULT_AT=point:rank:n:what``: the process of ``rank`` that comes to the point for the ``n``-th time is
-sent SIGKILL (``what`` is KILL), or meets the failure of the file system that ``what`` names (ENOSPC, EIO, …).
+``CLUSTERTRAIN_FAULT_AT=point:rank:n:what``: the process of ``rank`` that comes to the point for the ``n``-th time gets
+the signal that ``what`` names (KILL, STOP), or meets that failure of the file system (ENOSPC, EIO, …).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def reached(point: str, rank: int) -> None:
     _seen[point] += 1
     if _seen[point] != int(nth):
         return
-    if what == "KILL":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("KILL", "STOP"):
+        os.kill(os.getpid(), signal.Signals[f"SIG{what}"])
+        return
     number = getattr(errno, what)
     raise OSError(number, os.strerror(number))

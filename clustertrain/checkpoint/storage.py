@@ -9,7 +9,8 @@ from typing import TypeVar
 from clustertrain import clock
 from clustertrain.errors import CheckpointError
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # until somebody makes room
+# Until somebody makes room, or gives permission.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 PASSING = frozenset(
     {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN}
 )  # a server's bad minute

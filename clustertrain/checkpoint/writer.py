@@ -188,7 +188,6 @@ def commit(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if may_prune():
-        points.reached("while pruning", 0)
         _retire(Path(job.root), job.policy, spared())
     return manifest.bytes
 
@@ -254,8 +253,13 @@ def publish(staging: Path, final: Path) -> None:
     old = index.replaced_folder(final)
     if final.exists():
         final.rename(old)
+    try:
         points.reached("while publishing", 0)
-    staging.rename(final)
+        staging.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     fsio.fsync_folder(final.parent)
     if old.exists():
         shutil.rmtree(old, ignore_errors=True)  # else the sweep of the next restore does it
@@ -263,6 +267,7 @@ def publish(staging: Path, final: Path) -> None:
 
 def _retire(root: Path, policy: Policy, spared: Collection[int]) -> None:
     try:
+        points.reached("while pruning", 0)
         # Without reading all bytes again: that would take as long as a restore, at every save.
         retention.apply(root, policy, good=retention.looks_whole, spared=spared)
     except (OSError, StorageError) as e:
