@@ -145,7 +145,7 @@ class Background:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
         self._lock = threading.RLock()  # a thread that waits for a GPU sends too
-        self._sent: dict[int, int] = {}  # by buffer, the file descriptor that the process has
+        self._sent: dict[int, int] = {}  # by buffer, which memory the process has
         self._upload: Upload | None = None
 
     def start(self) -> None:
@@ -180,11 +180,11 @@ class Background:
         with self._lock, suppress(OSError):  # it has died; outcome() tells
             self.start()
             number = job.memory if isinstance(job, Write) else None
-            if staging is not None and number is not None and self._sent.get(number) != staging.fd:
+            if staging is not None and number is not None and self._sent.get(number) != staging.generation:
                 assert staging.fd is not None and self._process is not None and self._pipe is not None
                 self._send(Memory(index=number, size=staging.size))
                 reduction.send_handle(self._pipe, staging.fd, self._process.pid)
-                self._sent[number] = staging.fd
+                self._sent[number] = staging.generation
             self._send(job)
 
     def abandon(self, step: int) -> None:

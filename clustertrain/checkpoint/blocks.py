@@ -45,7 +45,7 @@ def _read(pread: Pread, path: Folder, shard: ShardRecord, low: int, high: int, i
     at, end = aligned(low, high, shard.nbytes)
     while at < end:
         # The blocks from here on that are wanted as a whole; the last one of a shard may be short.
-        whole = end if end <= high else end - BLOCK_BYTES
+        whole = end if end <= high else high - high % BLOCK_BYTES
         stop = min(at + _AT_ONCE, whole) if low <= at < whole else min(at + BLOCK_BYTES, end)
         cut = at < low or stop > high
         data = memoryview(bytearray(stop - at)) if cut else into[at - low : stop - low]

@@ -43,6 +43,7 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
         self._whole: torch.Tensor | None = None
         self.fd: int | None = None
+        self.generation = 0  # of the memory: a new one may have the number of the old one's file descriptor
         self.size = 0
         self.in_memory = True
 
@@ -139,6 +140,7 @@ class Staging:
             self.close()
             raise
         self.size = total
+        self.generation += 1
         return True
 
     def memory(self) -> memoryview:

@@ -118,6 +118,8 @@ def put(folder: Path, job: Write, memory: memoryview) -> Part:
     Raises:
         OSError: as :func:`write`.
     """
+    if any(s.at + s.nbytes > len(memory) for s in job.segments):
+        raise CheckpointError(f"{folder}: the part is larger than the memory that it should be in")
     blocks: list[str] = []
     failed: list[BaseException] = []
 

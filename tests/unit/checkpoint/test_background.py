@@ -18,6 +18,8 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, staging
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background
+from clustertrain.checkpoint.blocks import read_into
+from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.checkpoint.staging import Staging, available_memory
 from clustertrain.checkpoint.state import block
@@ -210,3 +212,31 @@ def test_the_limit_of_the_jobs_cgroup_counts(tmp_path: Path, monkeypatch: pytest
     assert available_memory() == 700_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 700_000
+
+
+def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tmp_path: Path) -> None:
+    """The new memory may get the number of the old one's file descriptor; the writer must not go on with the old."""
+    for step, size in ((3, 1_000), (6, 1_000_000), (9, 3_000_000)):
+        manager.save(step, {"x": torch.full((size,), float(step))}, wait=True)
+        state = {"x": torch.zeros(size)}
+        restored = CheckpointManager(tmp_path / "c", Ranks(), attempt="9", layout={}, background=False).restore(state)
+        assert restored is not None and restored.step == step
+        assert bool((state["x"] == step).all())
+
+
+def test_any_part_of_a_shard_reads_right(tmp_path: Path) -> None:
+    """Parts that begin and end anywhere in blocks, the last of which is short."""
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    whole = torch.arange(5_000_000, dtype=torch.int32)  # 4.8 blocks
+    saved = manager.save(1, {"x": whole})
+    assert saved is not None
+    shard = index.read_manifest(saved.path).tensors[0].shards[0]
+    everything = whole.numpy().tobytes()
+    edges = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 4 * BLOCK_BYTES - 3, 4 * BLOCK_BYTES, len(everything)]
+    edges += [len(everything) - 1, 4 * BLOCK_BYTES + 5]
+    for low in edges:
+        for high in edges:
+            if low < high:
+                data = bytearray(high - low)
+                read_into(memoryview(data), saved.path, shard, low)
+                assert data == everything[low:high], (low, high)
