@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     for size in options.sizes:
         for ranks in options.ranks:
             _measure_one(size, ranks, options, result)
-    return _end(result)
+    return end(result)
 
 
 def _measure_one(size: int, ranks: int, options: Any, result: dict[str, Any]) -> None:
@@ -286,7 +286,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _end(result: dict[str, Any]) -> int:
+def end(result: dict[str, Any]) -> int:
     """Write what is worth it. Raises CannotRun where the machine was too busy for some rows, and none was missed."""
     verdicts = [row["verdict"] for row in result["rows"] if row["goal"]]
     noisy = verdicts.count("noisy")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from clustertrain.checkpoint import dtypes
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.manifest import Kind, Manifest, TensorRecord
 from clustertrain.checkpoint.offline import Progress, assemble, size_of, unwatched
+from clustertrain.checkpoint.source import Folder
 
 # Fields of the index that are no state: how it came to be saved may differ between equals.
 _STATE = frozenset({"step", "values", "tensors"})
@@ -80,7 +80,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     ranks_compared: bool
 
 
-def compare(a: Path, b: Path, progress: Progress = unwatched) -> Comparison:
+def compare(a: Folder, b: Folder, progress: Progress = unwatched) -> Comparison:
     """Compare the checkpoints in the folders ``a`` and ``b``. Reads every byte of both, and holds one tensor of each.
 
     Raises:

@@ -22,6 +22,7 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.formats import Item, check_safetensors, write_safetensors
 from clustertrain.checkpoint.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.offline import Progress, assemble, unwatched
+from clustertrain.checkpoint.source import Folder
 from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
@@ -48,7 +49,7 @@ class Request:
     for safetensors of a model that it has, else our own.
     """
 
-    folder: Path
+    folder: Folder
     output: Path
     format: Format = "safetensors"
     dtype: str | None = None

@@ -30,7 +30,7 @@ from clustertrain.checkpoint import integrity, points, writer
 from clustertrain.checkpoint.blocks import read_into
 from clustertrain.checkpoint.engines import Engine, engine
 from clustertrain.checkpoint.manifest import ShardRecord
-from clustertrain.checkpoint.storage import FULL, StorageError
+from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.writer import Part, Write
 from clustertrain.errors import CheckpointError
 
@@ -69,7 +69,7 @@ def keep(job: Write, memory: memoryview, busy: Collection[str] = ()) -> bool:
             _make_room(folder, by, job.rank, busy, spare=1)
             _write(folder, job, memory)
         except OSError as e:
-            if e.errno not in FULL:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             _make_room(folder, by, job.rank, busy, spare=0)
             _write(folder, job, memory)

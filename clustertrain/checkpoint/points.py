@@ -28,6 +28,8 @@ POINTS: Final = (
     "while publishing",
     "while pruning",
 )
+# Where a run has the tier on its nodes' own disks, or copies behind a URL.
+TIERS: Final = ("kept", "while copying", "while uploading", "before the remote marker")
 _seen: Counter[str] = Counter()
 
 

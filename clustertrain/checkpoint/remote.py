@@ -30,6 +30,7 @@ from clustertrain.checkpoint.trouble import Trouble, told
 from clustertrain.errors import ClusterTrainError
 
 SAID = ".uploading.json"
+NO_MORE = 2**62  # a step that no run comes to
 CHUNK_BYTES = 8 << 20
 PAUSES_S = (1.0, 300.0)  # after the first failure, and at most
 POLLS_S = (0.1, 3.0)  # for what another rank says, likewise
@@ -57,7 +58,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     upto: int
     step: int | None = None
     marker: str = ""
-    over: bool = False
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Uploader:
     def say_over(self) -> None:
         """So that nobody waits for what rank 0 was to begin."""
         if self._job.rank == 0:
-            self._say(over=True)
+            self._say(upto=NO_MORE)
 
     def _run(self) -> None:
         pause = PAUSES_S[0]
@@ -187,9 +187,9 @@ class Uploader:
         self._tell(Copied(step=step, bytes=manifest.bytes, seconds=clock.monotonic() - started))
         self._prune()
 
-    def _say(self, *, upto: int = 0, step: int | None = None, marker: str = "", over: bool = False) -> None:
+    def _say(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
         self._said += 1
-        said = Said(attempt=self._job.attempt, nth=self._said, upto=upto, step=step, marker=marker, over=over)
+        said = Said(attempt=self._job.attempt, nth=self._said, upto=upto, step=step, marker=marker)
         fsio.write_bytes(self._root / SAID, msgspec.json.encode(said))
 
     def _compare(self) -> tuple[dict[int, bytes], list[int]]:
@@ -266,8 +266,8 @@ class Uploader:
                 self._upload(said.step, said.marker.encode())
             self._heard = said.nth
             self._poll_s = POLLS_S[0]
-        elif said is not None and (said.over or (said.step is None and said.upto >= self._newest)):
-            self._idle(max(said.upto, self._newest))
+        elif said is not None and said.step is None and said.upto >= self._newest:
+            self._idle(said.upto)
             self._wait()
             self._poll_s = POLLS_S[0]
         else:

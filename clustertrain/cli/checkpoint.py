@@ -13,9 +13,12 @@ import click
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.checkpoint.dtypes import FLOATS
+from clustertrain.checkpoint.source import Folder, RemoteFolder
+from clustertrain.checkpoint.storage import patiently
 from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.cli.progress import Bar
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound, UsageError
+from clustertrain.spec.places import is_url
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Which one.  [default: see above]")
 
@@ -25,15 +28,15 @@ class Place:
     """What RUN stands for: the folder ``root`` with checkpoints, or in it the one in ``folder`` or of ``step``."""
 
     label: str
-    root: Path
-    folder: Path | None = None
+    root: Folder
+    folder: Folder | None = None
     step: int | None = None
 
     @property
     def is_one(self) -> bool:
         return self.folder is not None or self.step is not None
 
-    def chosen(self, step: int | None) -> Path:
+    def chosen(self, step: int | None) -> Folder:
         """The committed checkpoint of ``step``; None: the one that is named, else the newest.
 
         Raises:
@@ -55,10 +58,12 @@ class Place:
 
 
 def locate(name: str) -> Place:
-    """RUN, RUN@STEP, or a path.
+    """RUN, RUN@STEP, a path or a URL.
 
     Raises:
         NotFound, Ambiguous: as :func:`find_run`; there is no such folder.
+        ConfigError: no package for such URLs is installed.
+        StorageError: nothing can be read there.
     """
     before, at, step = name.rpartition("@")
     if at and step.isdigit() and not Path(name).exists():
@@ -69,14 +74,23 @@ def locate(name: str) -> Place:
     if "/" not in name:
         run = find_run(name)
         return Place(run.id, run.checkpoints)
+    if is_url(name):
+        there = RemoteFolder(name)
+        if not patiently(there.is_dir, there):
+            raise NotFound(f"{there}: nothing is there")
+        return _in(there)
     path = Path(name).expanduser().absolute()
     if (path / "spec.toml").is_file():
         return Place(path.name, path / "checkpoints")
     if not path.is_dir():
         raise NotFound(f"{path}: no such folder")
-    if index.step_of(path) is None:
-        return Place(str(path), path)
-    return Place(str(path.parent), path.parent, folder=path)
+    return _in(path)
+
+
+def _in(folder: Folder) -> Place:
+    if index.step_of(folder) is None:
+        return Place(str(folder), folder)
+    return Place(str(folder.parent), folder.parent, folder=folder)
 
 
 @click.group()
@@ -84,7 +98,8 @@ def checkpoint() -> None:
     """Look at a run's checkpoints, compare, export and prune them.
 
     RUN is a run id or a unique prefix of one, a job id, or `latest`; or a path (with a / in it) of a run, of a folder
-    with checkpoints, or of one checkpoint. RUN@STEP is the checkpoint of one step.
+    with checkpoints, or of one checkpoint; or a URL of the last two, as s3://bucket/prefix/RUN. RUN@STEP is the
+    checkpoint of one step.
     """
 
 
@@ -281,6 +296,11 @@ def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
     place = locate(name)
     if place.is_one:
         raise UsageError(f"{name}: is one checkpoint", fix="name a run, or a folder with checkpoints")
+    if isinstance(place.root, RemoteFolder):
+        raise UsageError(
+            f"{name}: copies behind a URL are deleted by their run, as checkpoint.remote_keep says",
+            fix="delete one by hand with the store's own tools, its file COMMITTED first",
+        )
     gone = [str(p) for p in (offline.prunable if dry_run else offline.prune)(place.root, keep)]
     if as_json:
         would = {"would_delete": gone} if dry_run else {}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint import Compared, bytes_of, in_turn, rows_of, seconds_of
+from benchmarks import measure
+from benchmarks.checkpoint import Compared, bytes_of, end, in_turn, rows_of, seconds_of
 from benchmarks.checkpoint_state import bytes_in, shapes_of
+from benchmarks.measure import CannotRun
 from benchmarks.verdict import Goal, interval, verdict
 
 AT_MOST, AT_LEAST, LESS = Goal(1.3, "at most"), Goal(0.9, "at least"), Goal(1.0, "less than")
@@ -89,3 +93,32 @@ def test_sizes() -> None:
     for text in ("64", "64MB", "1MiB", "-1GiB", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="a size is like"):
             bytes_of(text)
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    return tmp_path / "results" / "checkpoint.json"
+
+
+def result_of(*verdicts: str) -> dict[str, list[dict[str, str | None]]]:
+    return {"rows": [*({"goal": "at most 1.3", "verdict": v} for v in verdicts), {"goal": None, "verdict": None}]}
+
+
+def test_a_missed_goal_is_status_1_and_a_row_without_a_goal_is_none(written: Path) -> None:
+    assert end(result_of("met", "met")) == 0
+    assert end(result_of("met", "missed", "noisy")) == 1
+    assert [row["verdict"] for row in json.loads(written.read_text())["rows"]] == ["met", "missed", "noisy", None]
+
+
+def test_noisy_rows_are_written_beside_others_and_said(written: Path) -> None:
+    with pytest.raises(CannotRun, match="1 of 2 rows are noisy"):
+        end(result_of("met", "noisy"))
+    assert written.exists()
+
+
+def test_nothing_is_written_where_all_is_noise(written: Path) -> None:
+    with pytest.raises(CannotRun, match="nothing is written"):
+        end(result_of("noisy", "noisy"))
+    assert not written.exists()

@@ -1,0 +1,140 @@
+"""Runs whose checkpoints lie on the nodes' own disks and behind a URL as well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
+
+from clustertrain import clock, settings
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.source import RemoteFolder
+from clustertrain.run.folder import RunDir
+
+pytestmark = pytest.mark.ranks
+
+
+def with_tiers(folder: Path, ranks: int, **tiers: Any) -> RunDir:
+    run = make_run(folder, "fsdp", ranks, steps=6, every=2, keep=2)
+    table = "".join(f"{k} = {v!r}\n" for k, v in tiers.items())
+    text = run.spec.read_text()
+    assert "[recipe.checkpoint]\n" in text
+    run.spec.write_text(text.replace("[recipe.checkpoint]\n", f"[recipe.checkpoint]\n{table}"))
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the run when nothing happens to it."""
+    run = make_run(tmp_path_factory.mktemp("plain") / "run", "fsdp", 2, steps=6, every=2, keep=2)
+    Ranks(run, 2).expect(0)
+    return digest(run)
+
+
+def fault_at(point: str, rank: int, nth: int, what: str) -> None:
+    """Setup: see :mod:`clustertrain.checkpoint.points`."""
+    os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
+
+
+def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(tmp_path: Path, expected: str) -> None:
+    run = with_tiers(tmp_path / "run", 2, local=f"{tmp_path}/disk")
+    first = Ranks(run, 2, 1, setup=fault_at, args=("before staging", 1, 3, "KILL"))
+    assert first.wait()[1] == -signal.SIGKILL
+    near = tmp_path / "disk" / "run"
+    assert "step-00000004-1" in [p.name for p in near.iterdir()]
+    shutil.copytree(near, tmp_path / "copy")
+    with (near / "step-00000004-1" / "rank-1.bin").open("r+b") as file:
+        file.write(b"\xff" * 64)
+    second = Ranks(run, 2, 2).expect(0)
+    (restored,) = second.events("restored")
+    whole = sum(index.read_manifest(offline.find(run.checkpoints, 4)).files.values())
+    assert (restored["step"], restored["skipped"]) == (4, [])
+    assert 0 < restored["from_local"] < whole
+    assert "rank-1.bin: checksum of bytes" in second.logs()
+    assert digest(run) == expected
+    assert not near.exists()  # the run is over
+
+
+def test_a_killed_writer_and_a_node_without_the_disk_cost_nothing(tmp_path: Path, expected: str) -> None:
+    run = with_tiers(tmp_path / "run", 2, local="$OWN_DISK/x")
+    first = Ranks(run, 2, 1, setup=own_disk_of_rank_0, args=(str(tmp_path / "disk"),)).expect(0)
+    assert "$OWN_DISK/x: $OWN_DISK is not set here; checkpoints of this node go straight" in first.logs()
+    assert [c["step"] for c in first.events("checkpoint")] == [2, 4, 6]
+    assert digest(run) == expected
+
+
+def own_disk_of_rank_0(folder: str) -> None:
+    """Setup: another node has none; the process that writes on rank 0 is killed between the tiers."""
+    fault_at("while copying", 0, 2, "KILL")
+    if os.environ["RANK"] == "0":
+        os.environ["OWN_DISK"] = folder
+
+
+def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "plain", "fsdp", 4, steps=6, every=2)
+    undisturbed = Ranks(plain, 4).expect(0).losses()
+    run = with_tiers(tmp_path / "run", 4, remote=f"file://{tmp_path}/store", remote_keep=1)
+    there = RemoteFolder(f"file://{tmp_path}/store/run")
+    # The end of a run that is being stopped waits for no copy; the next attempt makes it.
+    Ranks(run, 4, 1, setup=touch_stop_at, args=(0,)).expect(0)
+    stopped_at = offline.list_checkpoints(run.checkpoints)[-1]["step"]
+    Ranks(run, 4, 2, setup=stop_when_there, args=(str(there / f"step-{stopped_at:08d}"),)).expect(0)
+    shutil.rmtree(run.checkpoints)
+
+    write_plan(run, "ddp", 2)
+    third = Ranks(run, 2, 3).expect(0)
+    (restored,) = third.events("restored")
+    assert restored["path"] == str(index.step_folder(there, restored["step"]))
+    assert stopped_at <= restored["step"] < 6
+    for step in range(restored["step"] + 1, 7):
+        assert third.losses()[step][0] == pytest.approx(undisturbed[step][0], abs=1e-5)
+    assert [p.name for p in index.folders(there)] == ["step-00000006"]
+    assert offline.damages(offline.find(there)) == []
+    assert offline.digest(offline.find(there)) == digest(run)
+    assert third.events("copied")[-1]["step"] == 6
+
+
+def stop_when_there(url: str) -> None:
+    """Setup: when the checkpoint at ``url`` is there the ranks are told to stop."""
+    from clustertrain.checkpoint.source import folder_at
+    from clustertrain.train.session import Session
+
+    original = Session.log
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        if self.rank == 0:
+            assert clock.wait_until(lambda: index.is_committed(folder_at(url)), 60.0)
+            Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
+
+    Session.log = log  # type: ignore[method-assign]
+
+
+def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, expected: str) -> None:
+    (tmp_path / "store").write_text("in the way")
+    run = with_tiers(tmp_path / "run", 2, remote=f"file://{tmp_path}/store")
+    ranks = Ranks(run, 2, 1, setup=impatient).expect(0)
+    assert [r["ending"] for r in ranks.results()] == ["completed"] * 2
+    failures = ranks.events("copy_failed")
+    assert str(tmp_path / "store") in failures[0]["why"]
+    assert failures[-1]["why"].startswith("the run's end was not put off any longer for it")
+    assert digest(run) == expected
+    # When it answers again, the next attempt copies what is missing.
+    (tmp_path / "store").unlink()
+    Ranks(run, 2, 2).expect(0)
+    there = RemoteFolder(f"file://{tmp_path}/store/run")
+    assert [p.name for p in index.folders(there)] == ["step-00000004", "step-00000006"]
+    assert offline.digest(offline.find(there)) == expected
+
+
+def impatient() -> None:
+    """Setup: the end of a run waits half a second for copies that fail."""
+    from clustertrain.checkpoint import manager
+
+    manager.FAILING_S = 0.5
