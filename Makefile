@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape chaos-checkpoint gpu-check clean
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
 
 setup: $(STAMP) ## the environment in .venv, nothing else
 
@@ -52,6 +52,9 @@ parity: setup ## every layout against one process, the whole table; writes bench
 
 reshape: setup ## what each layout saves, loaded by each, the whole table; writes benchmarks/results/reshape.json
 	$(BIN)/python -m tests.reshape
+
+chaos-checkpoint: setup ## 100 short runs to which things happen, each brought to its end; CHAOS='--seed S --rounds N'
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 gpu-check: setup ## what needs a CUDA GPU
 	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu
