@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 import torch
 from rank_pool import Ranks, digest, make_run
 
-from clustertrain import settings
+from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.interval import failures_of
+from clustertrain.run import attempts
 from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import ledger
+from tests import runs
+from tests.chaos.rounds import processes
 
 pytestmark = pytest.mark.ranks
 
@@ -24,43 +35,54 @@ def fault_at(point: str, rank: int, nth: int, what: str) -> None:
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
-# The second save is that of step 6.
-@pytest.mark.parametrize(
-    ("point", "rank", "nth"),
-    [
-        ("before staging", 1, 2),
-        ("staged", 0, 2),
-        ("staged", 1, 2),
-    ],
-)
-def test_a_rank_killed_during_a_save_leaves_the_older_checkpoint_in_force(
-    tmp_path: Path, point: str, rank: int, nth: int
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest in which a run of six steps on two ranks ends to which nothing happens."""
+    return digest(
+        Ranks(make_run(tmp_path_factory.mktemp("whole") / "run", "ddp", 2, steps=6, every=3), 2).expect(0).run
+    )
+
+
+def test_ranks_killed_at_every_point_of_a_save_in_turn_leave_the_older_checkpoint_in_force(
+    tmp_path: Path, whole: str
 ) -> None:
-    run = make_run(tmp_path / "run", "fsdp", 2, steps=6, every=3)
-    first = Ranks(run, 2, 1, setup=fault_at, args=(point, rank, nth, "KILL"))
-    assert first.wait()[rank] == -signal.SIGKILL, first.logs()
-    _goes_on(run, 3)
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
+    points = list(itertools.product(("before staging", "while staging", "staged"), (0, 1)))
+    for n, (point, rank) in enumerate(points, start=1):
+        nth = 2 if n == 1 else 1  # always in the save of step 6
+        ranks = Ranks(run, 2, n, setup=fault_at, args=(point, rank, nth, "KILL"))
+        assert ranks.wait()[rank] == -signal.SIGKILL, ranks.logs()
+        assert [(e["step"], e["skipped"]) for e in ranks.events("restored")] == ([] if n == 1 else [(3, [])])
+    _goes_on(run, 3, attempt=len(points) + 1)
+    assert digest(run) == whole
+
+
+def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
+    ranks = Ranks(run, 2, 1, setup=fault_at, args=("before writing", 1, 2, "KILL")).expect(0)
+    assert "was killed by SIGKILL; another one goes on with step 6" in ranks.logs()
+    assert digest(run) == whole
 
 
 # Of a process that writes for step 6, which is killed again when another one has taken over.
 @pytest.mark.parametrize(
-    ("point", "rank", "nth", "committed"),
+    ("point", "rank", "nth"),
     [
-        ("while writing", 1, 5, 3),
-        ("written", 1, 1, 3),
-        ("before the marker", 0, 1, 3),
+        ("while writing", 1, 5),
+        ("before writing", 0, 1),
+        ("before the marker", 0, 1),
     ],
 )
 def test_a_writer_killed_twice_ends_all_ranks_and_leaves_the_older_checkpoint(
-    tmp_path: Path, point: str, rank: int, nth: int, committed: int
+    tmp_path: Path, point: str, rank: int, nth: int
 ) -> None:
-    run = make_run(tmp_path / "run", "fsdp", 2, steps=6, every=3)
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
     ranks = Ranks(run, 2, 1, setup=fault_from, args=(6, point, rank, nth)).expect(1)
     for result in ranks.results():
         assert (result["ending"], result["kind"], result["committed_step"]) == ("failed", "storage", 3)
         assert "step 6 was not saved" in result["error"]["message"]
         assert "was killed by SIGKILL, twice" in result["error"]["message"]
-    _goes_on(run, committed)
+    _goes_on(run, 3)
 
 
 def fault_from(step: int, point: str, rank: int, nth: int) -> None:
@@ -80,29 +102,22 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
     CheckpointManager.save = with_fault  # type: ignore[method-assign]
 
 
-def _goes_on(run: RunDir, step: int) -> None:
+def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
     """From the checkpoint of ``step``, and to the end."""
     committed = [c["step"] for c in offline.list_checkpoints(run.checkpoints) if c["committed"]]
     assert committed == [step]
-    second = Ranks(run, 2, 2).expect(0)
+    second = Ranks(run, 2, attempt).expect(0)
     assert second.events("restored")[0]["step"] == step
     assert second.events("restored")[0]["skipped"] == []
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
     assert all(c["verified"] for c in offline.list_checkpoints(run.checkpoints, verify=True))
 
 
-def no_writes(rank: int, nth: int, what: str) -> None:
-    fault_at("before writing", rank, nth, what)
-
-
-@pytest.mark.parametrize(("number", "code", "kind"), [(errno.ENOSPC, 78, "environment"), (errno.EIO, 1, "storage")])
-def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path, number: int, code: int, kind: str) -> None:
+def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "ddp", 3, global_batch=12, steps=8, every=4)
-    ranks = Ranks(run, 3, 1, setup=no_writes, args=(1, 2, errno.errorcode[number])).expect(code)
+    ranks = Ranks(run, 3, 1, setup=fault_at, args=("before writing", 1, 2, "EIO")).expect(1)
     for result in ranks.results():
-        assert result["ending"] == "failed"
-        assert result["kind"] == kind
-        assert result["committed_step"] == 4
+        assert (result["ending"], result["kind"], result["committed_step"]) == ("failed", "storage", 4)
         assert result["error"]["type"] == "StorageError"
         assert "step 8 was not saved: rank 1" in result["error"]["message"]
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000004"]
@@ -110,19 +125,61 @@ def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path, number: i
     Ranks(run, 3, 2).expect(0)
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated"])
-def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path, how: str) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder that has 8 MiB."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_disk(filler: Path, left: int, before_step: int) -> None:
+    """Setup: rank 0 fills the disk, but for ``left`` bytes, before the save of a step begins."""
+    from clustertrain.checkpoint.manager import CheckpointManager
+
+    save = CheckpointManager.save
+
+    def with_less_room(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
+        if at == before_step and os.environ["RANK"] == "0":
+            with filler.open("wb", buffering=0) as file:
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(1 << 16)):
+                        pass
+                file.truncate(max(0, file.tell() - left))
+        return save(self, at, *args, **kw)
+
+    CheckpointManager.save = with_less_room  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("left", [0, 100_000], ids=["full", "nearly full"])
+def test_a_full_disk_ends_the_run_in_one_sentence_until_there_is_room(small_disk: Path, whole: str, left: int) -> None:
+    run = make_run(small_disk, "ddp", 2, steps=6, every=3)
+    filler = small_disk / "filler"
+    ranks = Ranks(run, 2, 1, setup=fill_disk, args=(filler, left, 6))
+    assert 0 not in ranks.wait()  # their logs are on the same disk, so nothing more is sure of the processes themselves
+    assert len(ranks.results()) == 2
+    for result in ranks.results():
+        assert (result["ending"], result["kind"], result["exit_code"]) == ("failed", "environment", 78), result
+        assert "No space left on device" in result["error"]["message"]
+        assert "step 6 was not saved" in result["error"]["message"]
+    filler.unlink()
+    _goes_on(run, 3)
+    assert digest(run) == whole
+
+
+def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "fsdp", 4)
     Ranks(run, 4, 1).expect(0)
     whole = digest(run)
     # Only rank 2 reads this file; the others must follow it back.
     victim = run.checkpoints / "step-00000008" / "rank-2.bin"
-    if how == "flipped":
-        data = bytearray(victim.read_bytes())
-        data[len(data) // 2] ^= 16
-        victim.write_bytes(data)
-    else:
-        os.truncate(victim, 100)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 16
+    victim.write_bytes(data)
     second = Ranks(run, 4, 2).expect(0)
     restored = second.events("restored")[0]
     assert restored["step"] == 4
@@ -153,6 +210,97 @@ def test_a_checkpoint_that_one_rank_cannot_read_stays_in_force(tmp_path: Path) -
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000004", "step-00000008"]
     third = Ranks(run, 2, 3).expect(0)
     assert [(e["step"], e["skipped"]) for e in third.events("restored")] == [(8, [])]
+
+
+def jumping_clock(by_s: float) -> None:
+    """Setup: the wall clock is ``by_s`` off in every other answer."""
+    answers = itertools.count()
+    right = clock.now
+
+    def now() -> float:
+        return right() + by_s * (next(answers) % 2)
+
+    clock.now = now
+
+
+@pytest.mark.parametrize("by_s", [5 * 3600.0, -5 * 3600.0])
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, whole: str, by_s: float) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=1, keep=2)
+    ranks = Ranks(run, 2, 1, setup=jumping_clock, args=(by_s,)).expect(0)
+    assert digest(run) == whole
+    assert [r["step"] for r in offline.list_checkpoints(run.checkpoints)] == [5, 6]
+    saved = ranks.events("checkpoint")
+    assert [e["step"] for e in saved] == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= e["stall_s"] <= e["save_s"] < 3600 for e in saved)
+    history = attempts.read_all(run)
+    parts = msgspec.to_builtins(ledger(run, history, clock.now(), True))
+    assert min(parts.values()) >= 0
+    assert failures_of(history, 1).trained_s >= 0
+
+
+def deadline_and_jump(step: int, by_s: float) -> None:
+    """Setup: at a step the agent leaves an hour, and then the wall clock jumps."""
+    from clustertrain.train.session import Session
+
+    original, right = Session.log, clock.now
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        if self.step == step:
+            if self.rank == 1:
+                fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": right() + 3600})
+            clock.now = lambda: right() + by_s
+
+    Session.log = log  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("by_s", "saved"), [(5 * 3600.0, False), (-5 * 3600.0, True)])
+def test_a_clock_that_jumps_after_the_warning_costs_a_save_at_most(tmp_path: Path, by_s: float, saved: bool) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=2)
+    ranks = Ranks(run, 2, setup=deadline_and_jump, args=(4, by_s)).expect(0)
+    (ending, stopped_at, committed), *others = {(r["ending"], r["step"], r["committed_step"]) for r in ranks.results()}
+    assert (ending, others) == ("stopped", [])
+    assert committed == (stopped_at if saved else (stopped_at - 1) // 2 * 2)
+    assert [e["save"] for e in ranks.events("stop_agreed")] == [saved]
+
+
+STOPPED_IN_A_SAVE = """
+import os
+import torch
+if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
+    os.environ["CLUSTERTRAIN_FAULT_AT"] = "staged:0:2:STOP"
+import clustertrain as ct
+
+with ct.session() as session:
+    state = {"done": torch.zeros(())}
+    for step in session.steps(6, state, checkpoint_every=2):
+        state["done"] += 1
+        session.log(done=state["done"])
+"""
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED_IN_A_SAVE)
+    words = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "1", str(script))
+    run = runs.submit({**kept, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}, *words)
+    found: list[psutil.Process] = []
+
+    def in_the_save() -> bool:
+        found[:] = [p for p in processes(run.path) if p.status() == psutil.STATUS_STOPPED]
+        return bool(found)
+
+    assert clock.wait_until(in_the_save, 120.0), run.explain()
+    rank = found[0]
+    agent = next(p for p in rank.parents() if p.cmdline()[1:] == ["-m", "clustertrain", "agent"])
+    agent.kill()
+    status = run.complete()
+    assert not [p for p in processes(run.path) if p.pid == rank.pid]
+    assert [a["state"] for a in status["attempts"]][1:] == ["completed"]
+    assert status["attempts"][0]["state"] in ("unknown", "node_failure")
+    assert status["attempts"][1]["first_step"] == 3
+    assert [r["done"] for r in fsio.read_lines(run.path / "metrics" / "attempt-2.jsonl")] == [3, 4, 5, 6]
 
 
 def raise_at(step: int, rank: int, kind: str) -> None:
