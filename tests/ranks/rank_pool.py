@@ -24,6 +24,8 @@ from clustertrain import fsio
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.recipe import CheckpointSpec
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -188,6 +190,33 @@ def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tup
 
 def digest(run: RunDir, step: int | None = None) -> str:
     return offline.digest(offline.find(run.checkpoints, step))
+
+
+_known: dict[str, str] = {}
+
+
+def undisturbed(submitted: Path, folder: Path) -> str:
+    """The digest in which a submitted run ends where nothing happens to it: its plan and its code with ranks alone,
+    without a scheduler or an agent. Recipes that differ only in when they are saved are run once.
+
+    Args:
+        submitted: the run's folder.
+        folder: of the run without disturbance; must not exist yet.
+    """
+    given = RunDir(submitted)
+    spec, plan = load_spec(given), fsio.read_json(given.plan)
+    recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec())
+    what = repr((recipe, spec.script, plan["layout"], plan["batch"]))
+    if what not in _known:
+        run = RunDir(folder)
+        (run.path / "attempts").mkdir(parents=True)
+        for file in (given.spec, given.plan):
+            shutil.copy(file, run.path)
+        if given.code.exists():
+            shutil.copytree(given.code, run.code)
+        Ranks(run, plan["world_size"]).expect(0)
+        _known[what] = digest(run)
+    return _known[what]
 
 
 def touch_stop_at(step: int, only_rank: int | None = None) -> None:

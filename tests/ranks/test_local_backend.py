@@ -14,10 +14,14 @@ import pytest
 
 from clustertrain import clock, fsio
 from tests import runs
+from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
-SHAPE = ("--backend", "local", "--device", "cpu", "--nodes", "2", "--gpus", "1", "--layout", "fsdp")
+HERE = ("--backend", "local", "--device", "cpu")
+PAIR = ("--nodes", "2", "--gpus", "1", "--layout", "fsdp")
+# For what the supervisor does, whatever runs below it: each rank and each node costs seconds of importing torch.
+ALONE = ("--nodes", "1", "--gpus", "1")
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +35,13 @@ def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
     def submit(*argv: str) -> Run:
-        made.append(runs.submit(env, *SHAPE, *argv))
+        made.append(runs.submit(env, *HERE, *argv))
         return made[-1]
 
     yield submit
     for run in made:
         run.call("cancel", run.id, check=False)
         run.wait_until_final()
-
-
-@pytest.fixture(scope="module")
-def reference(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = runs.submit(env, *SHAPE, str(runs.write_recipe(tmp_path_factory.mktemp("recipe"))))
-    run.complete()
-    return run.digest()
 
 
 def below(run: Run) -> list[psutil.Process]:
@@ -59,15 +56,13 @@ def below(run: Run) -> list[psutil.Process]:
     return found
 
 
-def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(
-    submitted: Callable[..., Run], tmp_path: Path, reference: str
-) -> None:
+def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[rehearsal]\npreempt_at_steps = [20, 60]\n")
-    run = submitted(str(recipe))
+    run = submitted(*PAIR, str(recipe))
     status = run.complete()
     assert run.endings() == ["preempted", "preempted", "completed"]
     assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == reference
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     goodput = status["goodput"]
     parts = [v for k, v in goodput.items() if k not in ("wall_s", "ratio")]
     assert sum(parts) == pytest.approx(goodput["wall_s"])
@@ -86,14 +81,14 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
         "            time.sleep(3600)\n"
     )
     recipe_like = ("--set", "rehearsal.preempt_at_steps=[1]", "--set", "rehearsal.grace_s=3")
-    run = submitted(*recipe_like, str(script))
+    run = submitted(*ALONE, *recipe_like, str(script))
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert status["attempts"][0]["requeued"] == "slurm"
 
 
 def test_cancel_ends_every_process_and_the_run_for_good(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(str(runs.write_recipe(tmp_path, steps=100_000)))
+    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000)))
     run.wait_for_step(3)
     run.call("cancel", run.id)
     assert run.wait_until_final()["state"] == "cancelled"
@@ -102,23 +97,21 @@ def test_cancel_ends_every_process_and_the_run_for_good(submitted: Callable[...,
     assert run.call("wait", run.id, check=False).returncode == 1
 
 
-def test_a_cancelled_run_is_continued_only_by_hand(
-    submitted: Callable[..., Run], tmp_path: Path, reference: str
-) -> None:
-    run = submitted(str(runs.write_recipe(tmp_path)))
+def test_a_cancelled_run_is_continued_only_by_hand(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
     run.wait_for_step(20)
     run.call("cancel", run.id)
     run.wait_until_final()
     run.call("requeue", run.id)
     run.complete()
     assert run.endings() == ["cancelled", "completed"]
-    assert run.digest() == reference
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
     submitted: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = submitted(str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
+    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
     run.wait_for_step(15)
     supervisor = next(
         p
@@ -136,21 +129,21 @@ def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
     assert run.status()["attempts"][1]["first_step"] == status["attempts"][0]["committed_step"] + 1
 
 
-def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path, reference: str) -> None:
-    run = submitted(str(runs.write_recipe(tmp_path, every=10)))
+def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
     ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-m", "clustertrain", "train"]]
     ranks[-1].send_signal(signal.SIGKILL)
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")
     assert status["attempts"][0]["reason"]
-    assert run.digest() == reference
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import clustertrain as ct\nwith ct.session() as s:\n    raise ValueError('no such thing')\n")
-    run = submitted(str(script))
+    run = submitted(*PAIR, str(script))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["user_error"])
     assert "no such thing" in status["attempts"][0]["reason"]
@@ -167,13 +160,13 @@ def test_a_time_limit_that_the_ranks_overrun_is_survived(submitted: Callable[...
         "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
         "            time.sleep(3600)\n"
     )
-    run = submitted("--time", "0:30", str(script))
+    run = submitted(*ALONE, "--time", "0:30", str(script))
     run.complete()
     assert run.endings() == ["time_limit", "completed"]
 
 
 def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted("--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
+    run = submitted(*ALONE, "--time", "60", str(runs.write_recipe(tmp_path, steps=100_000)))
     run.wait_for_step(5)
     run.call("requeue", run.id, "--time", "120")
     run.wait_for_step(6, attempt=2)
@@ -184,23 +177,23 @@ def test_requeue_by_hand_changes_the_time_limit(submitted: Callable[..., Run], t
 
 def test_max_requeues_0_ends_the_run_at_its_first_preemption(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, steps=1000, more="[rehearsal]\npreempt_at_steps = [5]\n")
-    run = submitted("--max-requeues", "0", str(recipe))
+    run = submitted(*ALONE, "--max-requeues", "0", str(recipe))
     status = run.wait_until_final()
     assert (status["state"], run.endings()) == ("failed", ["preempted"])
     assert "max-requeues" in status["attempts"][0]["stopped"]
 
 
-def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path: Path, reference: str) -> None:
+def test_closing_the_terminal_does_not_end_the_run(env: dict[str, str], tmp_path: Path) -> None:
     """`submit` runs in a session of its own, as in a terminal, which then gets the hang-up."""
     recipe = runs.write_recipe(tmp_path)
-    argv = [*runs.CLI, "submit", "--wait", *SHAPE, str(recipe)]
+    argv = [*runs.CLI, "submit", "--wait", *HERE, *ALONE, str(recipe)]
     with subprocess.Popen(argv, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
         assert shell.stdout is not None
         run_id = shell.stdout.readline().split()[1]
         os.killpg(shell.pid, signal.SIGHUP)
     run = Run(env, {"run": run_id, "job_id": "", "run_dir": Path(env["CLUSTERTRAIN_HOME"]) / "runs" / run_id})
     run.complete()
-    assert run.digest() == reference
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str], tmp_path: Path) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import runs
+from tests.nvml_stub.build import build as build_nvml_stub
+from tests.runs import Run
+
 TESTBED = Path(__file__).parents[2] / "slurm" / "testbed"
 CANNOT_RUN = 77
 
@@ -88,3 +92,69 @@ def cluster() -> Iterator[Cluster]:
     if status.returncode == 3:
         down = _testbed("down")
         assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(scope="session")
+def env(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a user at the testbed, with a stand-in for the GPUs' driver."""
+    folder = tmp_path_factory.mktemp("slurm")
+    build_nvml_stub(folder / "nvml")
+    return {
+        **cluster.env,
+        "CLUSTERTRAIN_HOME": str(folder / "home"),
+        "LD_LIBRARY_PATH": str(folder / "nvml"),
+        "NVML_STUB_DEVICES": "8",
+    }
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture
+def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    """Submits, and cancels what a failing test leaves behind."""
+    made: list[Run] = []
+
+    def submit(*argv: str) -> Run:
+        made.append(runs.submit(env, *argv))
+        return made[-1]
+
+    yield submit
+    for run in made:
+        run.call("cancel", run.id, check=False)
+
+
+@pytest.fixture
+def preempt(cluster: Cluster) -> Callable[[Run], None]:
+    """A job in the high partition takes all nodes for a moment, until the run has been preempted."""
+
+    def now(run: Run) -> None:
+        before = len(run.status()["attempts"])
+        cluster.run("sbatch", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+        run.wait_for(lambda s: s["attempts"][before - 1]["end"] is not None, "the preemption")
+
+    return now
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Submit a batch script from its text and sbatch's options; what still runs at the end is cancelled."""
+    jobs: list[str] = []
+
+    def sbatch(script: str, *options: str) -> str:
+        path = tmp_path / f"job{len(jobs)}.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        out = cluster.run("sbatch", "--parsable", f"--chdir={tmp_path}", "--open-mode=append", *options, str(path))
+        jobs.append(out.stdout.strip())
+        return jobs[-1]
+
+    yield sbatch
+    if jobs:
+        cluster.run("scancel", *jobs)
+        cluster.wait_for(
+            lambda: not cluster.run("squeue", "-h", "-j", ",".join(jobs), check=False).stdout,
+            60,
+            f"the end of jobs {jobs}",
+        )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
 from tests import runs
+from tests.ranks.rank_pool import Ranks, write_plan
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
@@ -21,8 +24,18 @@ FEW = ("--set", f"train.steps={STEPS}")
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1}
 
 
-def losses(run: Run) -> list[float]:
-    return [row["loss"] for row in metrics.read(RunDir(run.path))]
+def losses(run: RunDir) -> list[float]:
+    return [row["loss"] for row in metrics.read(run)]
+
+
+def one_process(submitted: Run, folder: Path) -> RunDir:
+    """The same recipe without a layout."""
+    run = RunDir(folder)
+    (run.path / "attempts").mkdir(parents=True)
+    shutil.copy(RunDir(submitted.path).spec, run.path)
+    write_plan(run, Layout(), 1)
+    Ranks(run, 1).expect(0)
+    return run
 
 
 def test_three_dimensions_on_four_hosts_learn_what_one_process_learns(cluster: Any, tmp_path: Path) -> None:
@@ -36,8 +49,6 @@ def test_three_dimensions_on_four_hosts_learn_what_one_process_learns(cluster: A
     assert sorted(status["attempts"][0]["nodes"]) == ["node01", "node02", "node03", "node04"]
     newest = json.loads(runs.call(env, "checkpoint", "list", run.id, "--json").stdout)[-1]
     assert DEGREES.items() <= newest["layout"].items()
-    alone = ("--nodes", "1", "--gpus", "1", "--tp", "1", "--pp", "1", "--layout", "auto")
-    single = runs.submit(env, "--backend", "local", *alone, *FEW, EXAMPLE)
-    single.complete()
-    assert len(losses(run)) == STEPS
-    assert losses(run) == pytest.approx(losses(single), rel=2e-6)
+    alone = one_process(run, tmp_path / "alone")
+    assert len(losses(RunDir(run.path))) == STEPS
+    assert losses(RunDir(run.path)) == pytest.approx(losses(alone), rel=2e-6)

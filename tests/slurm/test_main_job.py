@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,86 +12,36 @@ import psutil
 import pytest
 
 from tests import runs
-from tests.nvml_stub.build import build as build_nvml_stub
+from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-ALL = ("--nodes", "4", "--gpus", "2")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
 # For what does not depend on the number of ranks; each of them costs seconds of importing torch on two cores.
 HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
-@pytest.fixture(scope="module")
-def env(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a user at the testbed, with a stand-in for the GPUs' driver."""
-    folder = tmp_path_factory.mktemp("slurm")
-    build_nvml_stub(folder / "nvml")
-    return {
-        **cluster.env,
-        "CLUSTERTRAIN_HOME": str(folder / "home"),
-        "LD_LIBRARY_PATH": str(folder / "nvml"),
-        "NVML_STUB_DEVICES": "8",
-    }
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_recipe(tmp_path_factory.mktemp("recipe"))
-
-
-@pytest.fixture(scope="module")
-def reference(env: dict[str, str], recipe: Path) -> Callable[..., str]:
-    """The digest of the run that nothing ever happened to, by shape and layout."""
-    known: dict[tuple[str, ...], str] = {}
-
-    def digest(*shape: str) -> str:
-        if shape not in known:
-            run = runs.submit(env, *shape, str(recipe))
-            run.complete()
-            assert run.endings() == ["completed"]
-            known[shape] = run.digest()
-        return known[shape]
-
-    return digest
-
-
-@pytest.fixture
-def submitted(env: dict[str, str]) -> Iterator[Callable[..., Run]]:
-    """Submits, and cancels what a failing test leaves behind."""
-    made: list[Run] = []
-
-    def submit(*argv: str) -> Run:
-        made.append(runs.submit(env, *argv))
-        return made[-1]
-
-    yield submit
-    for run in made:
-        run.call("cancel", run.id, check=False)
-
-
-def preempt(cluster: Any, run: Run) -> None:
-    """A job in the high partition takes all nodes for a moment."""
-    before = len(run.status()["attempts"])
-    job = cluster.run("sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
-    run.wait_for(lambda s: s["attempts"][before - 1]["end"] is not None, "the preemption")
-    assert str(job.stdout).strip().isdigit()
-
-
-@pytest.mark.parametrize(("layout", "times"), [("ddp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 1), ("fsdp", 2, 2)])
 def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
-    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str], layout: str, times: int
+    cluster: Any,
+    submitted: Callable[..., Run],
+    preempt: Callable[[Run], None],
+    recipe: Path,
+    tmp_path: Path,
+    layout: str,
+    gpus: int,
+    times: int,
 ) -> None:
-    run = submitted(*ALL, "--layout", layout, str(recipe))
+    run = submitted("--nodes", "4", "--gpus", str(gpus), "--layout", layout, str(recipe))
     for attempt in range(1, times + 1):
         run.wait_for_step(15 * attempt, attempt)
-        preempt(cluster, run)
+        preempt(run)
     status = run.complete()
     assert run.endings() == ["preempted"] * times + ["completed"]
     assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == reference(*ALL, "--layout", layout)
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     _accounting_agrees(cluster, run, times)
-    _every_gpu_is_there(run, times + 1)
+    _every_gpu_is_there(run, gpus, times + 1)
 
 
 def _accounting_agrees(cluster: Any, run: Run, times: int) -> None:
@@ -100,114 +50,87 @@ def _accounting_agrees(cluster: Any, run: Run, times: int) -> None:
     assert rows == ["REQUEUED"] * times + ["COMPLETED"]
 
 
-def _every_gpu_is_there(run: Run, attempts: int) -> None:
+def _every_gpu_is_there(run: Run, gpus: int, attempts: int) -> None:
     report = json.loads(run.call("telemetry", run.id, "--json").stdout)
     found = [(g["node"], g["index"]) for g in report["gpus"]]
-    assert sorted(found) == [(f"node0{n}", i) for n in (1, 2, 3, 4) for i in (0, 1)]
-    assert len({g["uuid"] for g in report["gpus"]}) == 8
+    assert sorted(found) == [(f"node0{n}", i) for n in (1, 2, 3, 4) for i in range(gpus)]
+    assert len({g["uuid"] for g in report["gpus"]}) == 4 * gpus
     assert len(report["attempts"]) == attempts
     assert all(g["utilization"]["mean"] is not None for g in report["gpus"])
-
-
-def test_the_users_signal_at_preemption_counts_as_the_warning(
-    cluster: Any, submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str]
-) -> None:
-    """With preempt_send_user_signal Slurm announces a preemption with the signal of `--signal`, and SIGTERM comes only
-    when the grace time is over."""
-    cluster.up("--preempt-user-signal")
-    try:
-        # The limit is near enough for the same signal to mean that.
-        run = submitted(*HALF, "--layout", "fsdp", "--time", "2", str(recipe))
-        run.wait_for_step(10)
-        preempt(cluster, run)
-        status = run.complete()
-    finally:
-        cluster.up()
-    assert run.endings()[0] == "preempted"
-    assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == reference(*HALF, "--layout", "fsdp")
 
 
 def test_a_time_limit_is_survived_and_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "paced.py"
     script.write_text(_PACED_SCRIPT)
-    run = submitted(*HALF, "--layout", "fsdp", "--time", "1", str(script), "0.25")
+    run = submitted(*HALF, "--layout", "fsdp", "--time", "1", str(script))
     status = run.complete()
     assert set(run.endings()) == {"time_limit", "completed"}
     assert runs.resumed_where_they_stopped(status)
-    never_interrupted = submitted(*HALF, "--layout", "fsdp", str(script), "0")
-    never_interrupted.complete()
-    assert never_interrupted.endings() == ["completed"]
-    assert run.digest() == never_interrupted.digest()
+    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
-# With 0.25 s a step the run outlasts its limit of a minute on any machine.
+# On the cluster a fresh start outlasts its limit of a minute on any machine; a resumed one is soon over.
 _PACED_SCRIPT = """
-import sys
+import os
 import time
 import torch
 import clustertrain as ct
 
+first = None
 with ct.session() as session:
     model = session.parallelize(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    for step in session.steps(total=160, state=state, checkpoint_every=1000):
-        began = time.monotonic()
+    for step in session.steps(total=250, state=state, checkpoint_every=1000):
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(max(0.0, float(sys.argv[1]) - (time.monotonic() - began)))
+        first = step if first is None else first
+        if first == 0 and "SLURM_JOB_ID" in os.environ:
+            time.sleep(0.25)
 """
 
 
-@pytest.mark.parametrize("how", ["cancel", "scancel"])
-def test_a_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path, how: str) -> None:
-    run = submitted(*HALF, "--layout", "fsdp", str(recipe))
-    run.wait_for_step(5)
-    if how == "cancel":
-        run.call("cancel", run.id)
-    else:
-        cluster.run("scancel", run.job_id)
-
-    def over() -> bool:
-        return (
-            not cluster.run("squeue", "-h", "-t", "all", "-j", run.job_id, "-o", "%T", check=False).stdout.strip()
-            or cluster.run("squeue", "-h", "-j", run.job_id, check=False).stdout.strip() == ""
-        )
-
-    cluster.wait_for(over, 60, "the job to leave the queue")
-    status = run.status()
-    assert status["state"] == "cancelled"
-    assert run.endings() == ["cancelled"]
-    rows = cluster.run("sacct", "-D", "-X", "-n", "-P", "-j", run.job_id, "-o", "State").stdout.splitlines()
-    assert len(rows) == 1
-    assert rows[0].startswith("CANCELLED")
-    assert run.call("wait", run.id, check=False).returncode == 1
+def test_a_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
+    ours, slurms = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
+    acts = {ours: lambda run: run.call("cancel", run.id), slurms: lambda run: cluster.run("scancel", run.job_id)}
+    runs.at_step(5, acts)
+    for run in acts:
+        cluster.wait_for(lambda job=run.job_id: not _in_queue(cluster, job), 60, "the job to leave the queue")
+        status = run.status()
+        assert status["state"] == "cancelled"
+        assert run.endings() == ["cancelled"]
+        rows = cluster.run("sacct", "-D", "-X", "-n", "-P", "-j", run.job_id, "-o", "State").stdout.splitlines()
+        assert len(rows) == 1
+        assert rows[0].startswith("CANCELLED")
+        assert run.call("wait", run.id, check=False).returncode == 1
 
 
-@pytest.mark.parametrize("loss", ["kill_node", "partition_node"])
-def test_a_lost_node_does_not_lose_the_run(
-    cluster: Any,
-    submitted: Callable[..., Run],
-    env: dict[str, str],
-    tmp_path: Path,
-    reference: Callable[..., str],
-    loss: str,
-) -> None:
-    # With checkpoints on the way: a lost node gives no warning.
-    recipe = runs.write_recipe(tmp_path, every=10)
-    run = submitted(*HALF, "--layout", "fsdp", str(recipe))
-    run.wait_for_step(15)
-    lost = run.status()["attempts"][0]["nodes"][1]
-    getattr(cluster, loss)(lost)
+def _in_queue(cluster: Any, job: str) -> bool:
+    return bool(cluster.run("squeue", "-h", "-j", job, check=False).stdout.strip())
+
+
+def test_a_lost_node_does_not_lose_the_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
+    # With checkpoints on the way: a lost node gives no warning. Alone on their nodes, so that each run loses its own.
+    recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
+    one, other = (submitted(*HALF, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2))
+    lost: list[str] = []
+
+    def lose(run: Run, how: Callable[[str], None]) -> None:
+        lost.append(run.status()["attempts"][0]["nodes"][1])
+        how(lost[-1])
+
     try:
-        status = run.complete(timeout_s=400)
+        runs.at_step(15, {one: lambda r: lose(r, cluster.kill_node), other: lambda r: lose(r, cluster.partition_node)})
+        for run in (one, other):
+            status = run.complete(timeout_s=400)
+            assert status["attempts"][0]["state"] == "node_failure"
+            assert status["attempts"][0]["reason"]
+            assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     finally:
-        cluster.heal_node(lost)
-    assert status["attempts"][0]["state"] == "node_failure"
-    assert status["attempts"][0]["reason"]
-    assert run.digest() == reference(*HALF, "--layout", "fsdp")
+        for node in lost:
+            cluster.heal_node(node)
+    assert len(set(lost)) == 2
 
 
 def _processes(run: Run, verb: str) -> list[psutil.Process]:
@@ -223,18 +146,21 @@ def _processes(run: Run, verb: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(("verb", "number"), [("agent", signal.SIGTERM), ("batch", signal.SIGUSR1)])
 def test_a_signal_to_one_process_alone_stops_all_ranks_at_one_step(
-    submitted: Callable[..., Run], recipe: Path, reference: Callable[..., str], verb: str, number: int
+    submitted: Callable[..., Run], recipe: Path, tmp_path: Path
 ) -> None:
-    run = submitted(*HALF, "--layout", "fsdp", str(recipe))
-    run.wait_for_step(10)
-    _processes(run, verb)[-1].send_signal(number)
-    status = run.complete()
-    # Nobody knows who sent it and why, and no cause is made up.
-    assert run.endings() == ["unknown", "completed"]
-    assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == reference(*HALF, "--layout", "fsdp")
+    to_agent, to_batch = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
+    acts = {
+        to_agent: lambda run: _processes(run, "agent")[-1].send_signal(signal.SIGTERM),
+        to_batch: lambda run: _processes(run, "batch")[-1].send_signal(signal.SIGUSR1),
+    }
+    runs.at_step(10, acts)
+    for run in acts:
+        status = run.complete()
+        # Nobody knows who sent it and why, and no cause is made up.
+        assert run.endings() == ["unknown", "completed"]
+        assert runs.resumed_where_they_stopped(status)
+        assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 
 
 def test_an_error_of_the_users_ends_the_run_at_once(submitted: Callable[..., Run], tmp_path: Path) -> None:

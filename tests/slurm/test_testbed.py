@@ -22,28 +22,6 @@ Submit = Callable[..., str]
 
 
 @pytest.fixture
-def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
-    """Submit a batch script from its text and sbatch's options; what still runs at the end is cancelled."""
-    jobs: list[str] = []
-
-    def sbatch(script: str, *options: str) -> str:
-        path = tmp_path / f"job{len(jobs)}.sh"
-        path.write_text(f"#!/bin/bash\n{script}\n")
-        out = cluster.run("sbatch", "--parsable", f"--chdir={tmp_path}", "--open-mode=append", *options, str(path))
-        jobs.append(out.stdout.strip())
-        return jobs[-1]
-
-    yield sbatch
-    if jobs:
-        cluster.run("scancel", *jobs)
-        cluster.wait_for(
-            lambda: not cluster.run("squeue", "-h", "-j", ",".join(jobs), check=False).stdout,
-            60,
-            f"the end of jobs {jobs}",
-        )
-
-
-@pytest.fixture
 def healed(cluster: Cluster) -> Iterator[str]:
     """A host that the test may break."""
     yield "node03"
@@ -83,27 +61,6 @@ def test_hosts_reach_each_other_by_name(cluster: Cluster, tmp_path: Path) -> Non
         "srun", "-w", "node02,node04", "-N2", "-n2", f"--chdir={tmp_path}", "python3", "-c", script
     ).stdout
     assert sorted(out.splitlines()) == ["from 10.77.0.14", "to 10.77.0.12"]
-
-
-@pytest.fixture
-def preempt_user_signal(cluster: Cluster) -> Iterator[None]:
-    cluster.up("--preempt-user-signal")
-    yield
-    cluster.up()
-
-
-@pytest.mark.usefixtures("preempt_user_signal")
-def test_with_preempt_user_signal_the_jobs_own_signal_comes_first(
-    cluster: Cluster, submit: Submit, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    traps = f'for s in USR1 TERM; do trap "echo $s >>{log}; exit" $s; done'
-    step = f"{traps}; echo start >>{log}; while true; do sleep 0.2; done"
-    submit(f"srun bash -c '{step}'", "-N1", "-w", "node02", "--exclusive", "-p", "low", "--signal=USR1@5")
-    cluster.wait_for(lambda: log.exists() and "start" in log.read_text(), 60, "the start of the job in low")
-    submit("true", "-N1", "-w", "node02", "--exclusive", "-p", "high")
-    cluster.wait_for(lambda: len(log.read_text().split()) > 1, 60, "a signal in the job in low")
-    assert log.read_text().split() == ["start", "USR1"]
 
 
 def test_a_host_healed_before_slurm_noticed_has_lost_its_job(cluster: Cluster, submit: Submit, healed: str) -> None:
