@@ -165,10 +165,9 @@ def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(t
     codes = ranks.wait()
     assert codes[2] == -signal.SIGKILL
     assert codes[:2] == [0, 0], ranks.logs()
-    assert {(r["rank"], r["ending"], r["committed_step"]) for r in ranks.results()} == {
-        (0, "stopped", 4),
-        (1, "stopped", 4),
-    }
+    assert {(r["rank"], r["ending"]) for r in ranks.results()} == {(0, "stopped"), (1, "stopped")}
+    # Rank 0 commits, and the others hear of it at the next save.
+    assert max(r["committed_step"] for r in ranks.results()) == 4
 
 
 def stop_and_lose_a_peer(step: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from clustertrain import clock, proc
-from clustertrain.checkpoint import blocks, offline
+from clustertrain.checkpoint import offline
 from clustertrain.checkpoint import manifest as index
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
@@ -86,7 +86,7 @@ def flip(run: Path, step: int, file: str = "rank-0.bin") -> Path:
 def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = os.preadv
-    monkeypatch.setattr(blocks.os, "preadv", lambda *args: read.append(1) or original(*args))
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(1) or original(*args))
     quick = command("list", "net", "--json").json
     assert (read, [r["verified"] for r in quick]) == ([], [None, None])
     keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size"}
