@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from clustertrain import clock, proc
-from clustertrain.checkpoint import offline
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
 from clustertrain.report import terminal
