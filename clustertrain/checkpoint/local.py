@@ -133,12 +133,15 @@ def hand_on(job: Write) -> int:
         StorageError: the local disk has lost it.
     """
     near, folder, by = Path(job.local), Path(job.folder), engine(job.engine)
+    if writer.handed_in(job):
+        return sum(s.nbytes for s in job.segments)
     part = _verified(near, job.rank)
     writer.clear(folder, by, job.rank)
     for path in writer.files_of(near, by, job.rank):
         _copy(path, folder / path.relative_to(near), job.rank)
     points.reached("written", job.rank)
     writer.leave(folder, job.rank, part)
+    points.reached("handed in", job.rank)
     return sum(s.nbytes for s in part.segments)
 
 

@@ -14,17 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from clustertrain import settings
+from clustertrain.checkpoint import local, offline
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background
 from clustertrain.checkpoint.manager import CheckpointManager, Restored
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.staging import Staging
+from clustertrain.checkpoint.state import block
 from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.writer import Write
 from clustertrain.errors import CheckpointError
 
 # The second save replaces the first one at this point alone: it is the one at which there is something to replace.
@@ -32,13 +36,14 @@ POINTS = {
     "before writing": 6,
     "while writing": 6,
     "written": 6,
+    "handed in": 6,
     "before the marker": 6,
     "after the marker": 6,
     "while publishing": 3,
     "while pruning": 6,
 }
-# From the marker on another process finds the checkpoint ready, and does not come to the same point again.
-READY = ("after the marker", "while pruning")
+# Another process finds done what was to be done up to here, and does not come to the same point again.
+READY = ("handed in", "after the marker", "while pruning")
 
 
 @pytest.fixture
@@ -145,6 +150,24 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -
     end(manager)
     assert names(root) == ["step-00000003", "step-00000006"]
     assert restored_value(root) == (6, 2.0)
+
+
+def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(root: Path, tmp_path: Path) -> None:
+    """By another writer, after the first was killed: rank 0 may be reading it, and its folder may have its name."""
+    folder = index.staging_folder(root, 3, "1")
+    folder.mkdir(parents=True)
+    staging = Staging(tmp_path, torch.device("cpu"))
+    segments = staging.fill([block("a", "other", torch.ones(100))])
+    near = str(tmp_path / "near" / "step-00000003-1")
+    job = Write(step=3, folder=str(folder), rank=0, engine="raw", memory=0, segments=segments, own=None, local=near)
+    assert local.keep(job, staging.memory())
+    staging.close()
+    job = msgspec.structs.replace(job, memory=None)
+    assert local.hand_on(job) == 400
+    before = (folder / "rank-0.bin").stat()
+    assert local.hand_on(job) == 400
+    after = (folder / "rank-0.bin").stat()
+    assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
 
 
 def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
