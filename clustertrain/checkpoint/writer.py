@@ -197,6 +197,8 @@ def commit(
 def _indexed(folder: Path, job: Commit, go_on: Callable[[], bool]) -> Manifest:
     """Write the index of all parts, and the marker."""
     parts = _all_parts(folder, job, go_on)
+    for half in set(folder.glob(".*")) - {done_file(folder, r) for r in range(job.world_size)}:
+        half.unlink()  # of a writer that was killed, and of no use now that all parts are there
     tensors = merge(parts)
     engine(job.engine).finish(folder, tensors)
     manifest = Manifest(

@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint import local, offline
+from clustertrain.checkpoint import local, offline, points
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Background
 from clustertrain.checkpoint.manager import CheckpointManager, Restored
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.staging import Staging
@@ -53,16 +52,6 @@ def root(tmp_path: Path) -> Path:
 
 def manager_of(root: Path, attempt: str, *, background: bool = False) -> CheckpointManager:
     return CheckpointManager(root, Ranks(), attempt=attempt, layout={}, policy=Policy(keep=1), background=background)
-
-
-def end(manager: CheckpointManager) -> None:
-    """Close it and see its writer end."""
-    worker = manager._worker
-    assert isinstance(worker, Background)
-    process = worker._process
-    manager.close()
-    if process is not None:
-        process.wait(60.0)
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -99,7 +88,7 @@ def test_a_writer_that_is_killed_once_costs_nothing(root: Path, point: str) -> N
     with fault_at(point, "KILL"):
         manager.start()
     saved = manager.save(POINTS[point], state_of(2.0), wait=True)
-    end(manager)
+    manager.close()
     assert saved is not None and saved.bytes == index.read_manifest(saved.path).bytes
     # What was to be deleted goes with the next one.
     assert names(root) == ["step-00000003"] * (point == "while pruning") + [saved.path.name]
@@ -115,7 +104,7 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
         pytest.raises(StorageError, match=rf"step {POINTS[point]} was not saved: .*was killed by SIGKILL, twice"),
     ):
         manager.save(POINTS[point], state_of(2.0), wait=True)
-    end(manager)
+    manager.close()
     assert restored_value(root) == (3, 1.0)
     manager_of(root, "3").save(9, state_of(3.0))
     assert names(root) == ["step-00000009"]
@@ -123,7 +112,7 @@ def test_a_writer_that_is_killed_twice_leaves_the_older_checkpoint(root: Path, p
 
 
 @pytest.mark.parametrize("what", ["ENOSPC", "EIO"])
-@pytest.mark.parametrize("point", [p for p in POINTS if p != "while pruning"])
+@pytest.mark.parametrize("point", [p for p in POINTS if p not in ("handed in", "while pruning")])
 def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point: str, what: str) -> None:
     manager_of(root, "1").save(3, state_of(1.0))
     manager = manager_of(root, "2", background=True)
@@ -136,7 +125,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
     assert names(root) == ["step-00000003"]
     offline.verify(index.step_folder(root, 3))
     manager.save(9, state_of(3.0), wait=True)
-    end(manager)
+    manager.close()
     assert names(root) == ["step-00000009"]
     assert restored_value(root) == (9, 3.0)
 
@@ -147,7 +136,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(root: Path) -
     with fault_at("while pruning", "EIO"):
         manager.start()
     manager.save(6, state_of(2.0), wait=True)
-    end(manager)
+    manager.close()
     assert names(root) == ["step-00000003", "step-00000006"]
     assert restored_value(root) == (6, 2.0)
 
@@ -168,6 +157,21 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
     assert local.hand_on(job) == 400
     after = (folder / "rank-0.bin").stat()
     assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+
+
+def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_half_way(point: str, rank: int) -> None:
+        if point == "written":
+            (folder,) = root.iterdir()
+            (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
+
+    monkeypatch.setattr(points, "reached", die_half_way)
+    saved = manager_of(root, "1").save(3, state_of(1.0))
+    assert saved is not None
+    assert sorted(p.name for p in saved.path.iterdir()) == ["COMMITTED", "manifest.json", "rank-0.bin"]
+    assert list(index.read_manifest(saved.path).files) == ["rank-0.bin"]
 
 
 def test_a_newer_format_is_no_reason_to_go_back(root: Path) -> None:
