@@ -16,7 +16,7 @@ from clustertrain.checkpoint import manifest as index
 RANKS = 2
 EVERYBODY = -1
 AT_RANKS = ("before staging", "while staging", "staged")
-AT_WRITERS = ("before writing", "while writing", "written")
+AT_WRITERS = ("before writing", "while writing", "written", "handed in")
 AT_FIRST_WRITER = ("before the marker", "after the marker", "while publishing", "while pruning")
 AT_LOCAL = ("kept", "while copying")  # of writers that have a disk of the node's own
 

@@ -134,7 +134,7 @@ class _Round:
         if not self.plan.overlap:
             self.settle()
             good = self.verified()
-        committed = [p for p in index.folders(self.run.checkpoints) if index.is_committed(p)]
+        there = bool(index.folders(self.run.checkpoints))
         self.attempts += 1
         setup = {"setup": inject, "args": (fault,)} if fault is not None else {}
         ranks = Ranks(self.run, RANKS, self.attempts, **setup)  # type: ignore[arg-type]
@@ -146,8 +146,8 @@ class _Round:
         self.completed = codes == [0] * RANKS and endings == ["completed"] * RANKS
         restored = ranks.events("restored")
         self.story.append(f"{fault or 'nothing'} -> {codes}, from {[e['step'] for e in restored]}")
-        self.check_resumed(ranks, restored, good, bool(committed))
-        if committed and not good and not restored:
+        self.check_resumed(ranks, restored, good, there)
+        if there and not good and not restored:
             self.check_hopeless(ranks, codes)
         elif fault is not None:
             check_ending(fault, ranks, codes)
@@ -180,12 +180,12 @@ class _Round:
 
     # -- what must hold
 
-    def check_resumed(self, ranks: Ranks, restored: list[dict[str, Any]], good: list[int], committed: bool) -> None:
+    def check_resumed(self, ranks: Ranks, restored: list[dict[str, Any]], good: list[int], there: bool) -> None:
         """From the newest one that verifies, or a newer one that a writer has committed since."""
         steps = [e["step"] for e in restored]
         if good and steps and steps[0] < good[-1]:
             raise Broken(f"went back to {steps[0]} where {good[-1]} verifies")
-        if committed and not steps and ranks.losses():
+        if there and not steps and ranks.losses():
             raise Broken(f"began again where there were checkpoints:\n{ranks.logs()}")
         first = min(ranks.losses(), default=None)
         if first is not None and first != (steps[0] if steps else 0) + 1:
