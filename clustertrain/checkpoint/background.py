@@ -194,12 +194,12 @@ class Background:
 
     def upload(self, job: Upload) -> None:
         """From now on, also by a process that takes over."""
-        self._upload = job
-        if self._pipe is None:
-            self.start()
-            return
-        with suppress(OSError):
-            self._send(job)
+        with self._lock, suppress(OSError):
+            self._upload = job
+            if self._pipe is None:
+                self.start()
+            else:
+                self._send(job)
 
     @property
     def alive(self) -> bool:

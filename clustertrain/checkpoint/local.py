@@ -4,8 +4,8 @@ shared file system has it; and a run that comes back to the node reads it from t
 It helps and is never needed. A checkpoint counts when it is committed in the shared folder, and what is read here must
 fit the checksums in the manifest there.
 
-    LOCAL/<run>/step-00000500-<attempt>/   the files of this node's ranks, with their names in the shared folder
-        .rank-<r>.done                     what rank r has written; last
+    LOCAL/<run>/step-00000500-<attempt>-…/   the files of this node's ranks, with their names in the shared folder
+        .rank-<r>.done                       what rank r has written; last
 
 Each rank removes its own files; what is left of other attempts goes at a restore.
 """
@@ -37,20 +37,22 @@ from clustertrain.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 * integrity.BLOCK_BYTES  # that are verified at a time
-_NAME = re.compile(r"step-(\d{8,})-(.+)")
+_NAME = re.compile(r"step-(\d{8,})-.+")
 
 
-def step_folder(root: Path, step: int, attempt: str) -> Path:
-    return root / f"step-{step:08d}-{attempt}"
+def folder_of(root: Path, made_in: str) -> Path:
+    """Of the save that the shared folder ``made_in`` is for, before it is committed."""
+    return root / made_in.lstrip(".")
 
 
-def _folders(root: Path) -> list[tuple[int, str, Path]]:
-    """(step, attempt, folder), the oldest step first."""
+def _folders(root: Path) -> list[Path]:
+    """The oldest step first."""
     try:
         names = [p.name for p in root.iterdir()]
     except OSError:
         return []
-    return sorted((int(m[1]), m[2], root / n) for n in names if (m := _NAME.fullmatch(n)))
+    found = sorted((int(m[1]), n) for n in names if (m := _NAME.fullmatch(n)))
+    return [root / n for _, n in found]
 
 
 # -- writing
@@ -91,7 +93,7 @@ def _own_folder(root: Path) -> None:
 
 def _make_room(folder: Path, by: Engine, rank: int, busy: Collection[str], *, spare: int) -> None:
     """Remove this rank's files of other saves, but for the ``spare`` newest and the ``busy`` of them."""
-    others = [p for _, _, p in _folders(folder.parent) if p != folder]
+    others = [p for p in _folders(folder.parent) if p != folder]
     for other in others[: len(others) - spare]:
         if str(other) in busy:
             continue
@@ -182,37 +184,36 @@ def _copy(source: Path, target: Path, rank: int) -> None:
 
 
 class Near:
-    """Where this node may have the files of one checkpoint. ``bytes``: so many were read there."""
+    """What this node may have of the checkpoint that was made in ``made_in``. ``bytes``: so many were read here."""
 
-    def __init__(self, root: Path, step: int) -> None:
-        self._folders = [p for found, _, p in reversed(_folders(root)) if found == step]
-        self._not_there: set[Path] = set()
+    def __init__(self, root: Path, made_in: str) -> None:
+        self._folder = folder_of(root, made_in)
+        self._not_here: set[str] = set()
         self._lock = threading.Lock()
         self.bytes = 0
 
     def read_into(self, into: memoryview, shard: ShardRecord, low: int) -> bool:
         """As :func:`clustertrain.checkpoint.blocks.read_into`; False where it has to be read elsewhere."""
-        for folder in self._folders:
-            path = folder / shard.file
-            if path in self._not_there:
-                continue
-            try:
-                read_into(into, folder, shard, low)
-            except CheckpointError as e:
-                self._not_there.add(path)
-                if path.exists():
-                    log.warning("%s; read from the shared folder", e.message)
-                continue
-            with self._lock:
-                self.bytes += len(into)
-            return True
-        return False
+        if shard.file in self._not_here:
+            return False
+        try:
+            read_into(into, self._folder, shard, low)
+        except CheckpointError as e:
+            self._not_here.add(shard.file)
+            if (self._folder / shard.file).exists():
+                log.warning("%s; read from the shared folder", e.message)
+            return False
+        with self._lock:
+            self.bytes += len(into)
+        return True
 
 
-def tidy(root: Path, step: int, attempt: str) -> None:
-    """Remove all but what is of ``step`` or of ``attempt``. For one rank of a node, after a restore."""
-    for found, by, folder in _folders(root):
-        if found != step and by != attempt:
+def tidy(root: Path, made_in: str, attempt: str) -> None:
+    """Remove all but what belongs to the checkpoint that was made in ``made_in``, and what other ranks of ``attempt``
+    may have begun. For one rank of a node, after a restore."""
+    for folder in _folders(root):
+        own = re.fullmatch(rf"step-\d+-{re.escape(attempt)}-.*", folder.name)
+        if folder != folder_of(root, made_in) and own is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 

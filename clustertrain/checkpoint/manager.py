@@ -241,7 +241,7 @@ class CheckpointManager:
             segments=[],
             own=own,
             # What a stop or the end waits for goes where it counts.
-            local=str(near.step_folder(self._near_root, step, self._attempt)) if self._near_root and not wait else "",
+            local=str(near.folder_of(self._near_root, made)) if self._near_root and not wait else "",
         )
         commit = None
         if self._ranks.rank == 0:
@@ -508,7 +508,7 @@ class CheckpointManager:
             try:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
-                nearer = near.Near(self._near_root, step) if self._near_root is not None else None
+                nearer = near.Near(self._near_root, manifest.made_in) if self._near_root is not None else None
                 reader = Reader(folder, manifest, nearer)
                 finish = reader.load(state)
                 same_world = manifest.world_size == self._ranks.world_size
@@ -520,7 +520,7 @@ class CheckpointManager:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
                 restored = Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
-                return self._with_local(restored, nearer.bytes if nearer is not None else 0)
+                return self._with_local(restored, manifest.made_in if manifest else "", nearer.bytes if nearer else 0)
             if any(t.of != "state" for t in troubles):
                 raise error(f"{folder}: cannot be read", troubles)
             skipped.append({"step": step, "path": str(folder), "why": "; ".join(t.why for t in troubles)})
@@ -532,12 +532,12 @@ class CheckpointManager:
             )
         return None
 
-    def _with_local(self, restored: Restored, read: int) -> Restored:
+    def _with_local(self, restored: Restored, made_in: str, read: int) -> Restored:
         """``read``: so many bytes this rank found on its node's own disk, where nothing else is worth keeping now."""
         if self._local is None:
             return restored
         if self._local.first and self._near_root is not None:
-            near.tidy(self._near_root, restored.step, self._attempt)
+            near.tidy(self._near_root, made_in, self._attempt)
         return dataclasses.replace(restored, from_local=sum(self._ranks.gather(read)))
 
     def _found(self) -> list[tuple[int, bool]]:

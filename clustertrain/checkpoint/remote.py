@@ -137,6 +137,8 @@ class Uploader:
         else:
             traceback.print_exc()
             why = f"{type(e).__name__}: {e}"
+        if self._job.url not in why:
+            why = f"{self._job.url}: {why}"
         step = self._newest if self._step is None else self._step
         self._tell(Copied(step=step, trouble=Trouble(why=f"{why}; again in {again_s:g} s", of="storage")))
 

@@ -62,6 +62,16 @@ def make(root: Path, near: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         manager.close()
 
 
+def of_step(near: Path, step: int) -> Path:
+    (found,) = near.glob(f"step-{step:08d}-*")
+    return found
+
+
+def saves(near: Path) -> list[str]:
+    """Step and attempt of the folders there."""
+    return sorted(p.name.rpartition("-")[0] for p in near.iterdir())
+
+
 def restored(root: Path, near: Path | None, step: int) -> Restored:
     """What a later attempt reads; it must be what was saved, all of it."""
     state = state_of(-1.0)
@@ -82,15 +92,15 @@ def test_a_restore_on_the_same_node_reads_nothing_of_the_shared_folder(
         manager.save(step, state_of(float(step)))
     manager.settle()
     offline.verify(index.step_folder(root, 9))
-    assert sorted(p.name for p in near.iterdir()) == ["step-00000006-1", "step-00000009-1"]
+    assert saves(near) == ["step-00000006-1", "step-00000009-1"]
     for name in index.read_manifest(index.step_folder(root, 9)).files:
-        there, here = root / "step-00000009" / name, near / "step-00000009-1" / name
+        there, here = root / "step-00000009" / name, of_step(near, 9) / name
         if here.exists():
             assert here.read_bytes() == there.read_bytes()
             there.write_bytes(bytes(there.stat().st_size))  # what is read of it would not verify
     found = restored(root, near, 9)
     assert found.from_local == 4 * ELEMENTS
-    assert [p.name for p in near.iterdir()] == ["step-00000009-1"]  # nothing else can be restored
+    assert saves(near) == ["step-00000009-1"]  # nothing else can be restored
 
 
 def test_memory_is_free_before_the_shared_folder_has_the_part(
@@ -181,8 +191,8 @@ def test_a_full_disk_of_the_node_costs_nothing_but_a_warning(
         for step in (3, 6, 9):
             manager.save(step, state_of(float(step)))
             manager.settle()
-        assert [p.name for p in (disk / "run-1").iterdir()] == ["step-00000009-1"]  # the older one made room
-        shutil.rmtree(disk / "run-1" / "step-00000009-1")
+        assert saves(disk / "run-1") == ["step-00000009-1"]  # the older one made room
+        shutil.rmtree(of_step(disk / "run-1", 9))
         (disk / "other").write_bytes(bytes(6 << 20))
         for step in (12, 15):
             manager.save(step, state_of(float(step)))
@@ -231,9 +241,9 @@ def _flip(path: Path, at: int) -> None:
         lambda path: _flip(path, 9_000_000),
         lambda path: os.truncate(path, 5_000_000),
         lambda path: path.unlink(),
-        lambda path: path.parent.rename(path.parent.with_name("step-00000003-7")),
+        lambda path: path.parent.rename(path.parent.with_name("step-00000006-1-another")),
     ],
-    ids=["flipped", "truncated", "missing", "of another step"],
+    ids=["flipped", "truncated", "missing", "of another save"],
 )
 def test_damage_there_is_healed_from_the_shared_folder(
     make: Callable[..., CheckpointManager], root: Path, near: Path, damage: Any
@@ -243,7 +253,7 @@ def test_damage_there_is_healed_from_the_shared_folder(
     manager.settle()
     manager.save(6, state_of(6.0))
     manager.settle()
-    damage(near / "step-00000006-1" / "rank-0.bin")
+    damage(of_step(near, 6) / "rank-0.bin")
     found = restored(root, near, 6)
     assert found.from_local is not None and found.from_local < 4 * ELEMENTS
 
@@ -274,19 +284,19 @@ def test_a_part_that_the_disk_garbles_is_not_handed_on(
     writer = _writer(manager)
     manager.save(3, state_of(3.0))
     writer.wait(60.0)
-    _flip(near / "step-00000003-1" / "rank-0.bin", 100)
+    _flip(of_step(near, 3) / "rank-0.bin", 100)
     # What was killed has not said that the memory is free, so this part comes from there again.
     manager.settle()
     restored(root, None, 3)
     job = Write(
         step=3, folder=str(root / "x"), rank=0, engine="raw", memory=None, segments=[], own=None,
-        local=str(near / "step-00000003-1"),
+        local=str(of_step(near, 3)),
     )  # fmt: skip
     (root / "x").mkdir()
     assert local.hand_on(job) == 4 * ELEMENTS
     shutil.rmtree(root / "x")
     (root / "x").mkdir()
-    _flip(near / "step-00000003-1" / "rank-0.bin", 100)
+    _flip(of_step(near, 3) / "rank-0.bin", 100)
     with pytest.raises(StorageError, match=r"rank-0\.bin: checksum of bytes 0 to 4194304 differs"):
         local.hand_on(job)
     assert list((root / "x").iterdir()) == []
@@ -300,16 +310,16 @@ def test_what_other_attempts_left_goes_and_the_run_takes_its_own_along(
         manager.save(step, state_of(float(step)))
     manager.settle()
     manager.close()
-    (near / "step-00000012-1").mkdir()  # of a save that was never committed
+    (near / "step-00000012-1-x").mkdir()  # of a save that was never committed
     (near / "else").mkdir()
     second = make(attempt="2")
     state = state_of(0.0)
     assert second.restore(state) is not None
-    assert sorted(p.name for p in near.iterdir()) == ["else", "step-00000006-1"]
+    assert saves(near) == ["", "step-00000006-1"]
     for step in (9, 12):
         second.save(step, state_of(float(step)))
     second.settle()
-    assert sorted(p.name for p in near.iterdir()) == ["else", "step-00000009-2", "step-00000012-2"]
+    assert saves(near) == ["", "step-00000009-2", "step-00000012-2"]
     second.close(over=True)
     assert not near.exists()
 
@@ -322,12 +332,12 @@ def test_ranks_of_a_node_share_it_and_touch_their_own_files_alone(tmp_path: Path
     def job(step: int, rank: int) -> Write:
         return Write(
             step=step, folder=str(folder), rank=rank, engine="raw", memory=0, segments=[], own=rank,
-            local=str(local.step_folder(near, step, "1")),
+            local=str(local.folder_of(near, f".step-{step:08d}-1")),
         )  # fmt: skip
 
     with caplog.at_level(logging.WARNING):
         assert all(local.keep(job(step, rank), memory) for step in (3, 6, 9) for rank in (0, 1))
-        assert local.keep(job(12, 0), memory, busy={str(local.step_folder(near, 3, "1"))})
+        assert local.keep(job(12, 0), memory, busy={str(local.folder_of(near, ".step-00000003-1"))})
     assert caplog.records == []
     found = {str(p.relative_to(near)) for p in near.rglob("*.bin")}
     assert found == {f"step-0000000{s}-1/rank-{r}.bin" for s, r in ((6, 1), (9, 0), (9, 1))} | {
