@@ -253,7 +253,9 @@ class Store:
         self.told: list[tuple[int, Copied]] = []
         self.uploaders: list[Uploader] = []
 
-    def start(self, ranks: int, *, attempt: str = "1", policy: Policy | None = None) -> list[Uploader]:
+    def start(
+        self, ranks: int, *, attempt: str = "1", policy: Policy | None = None, missing: int | None = None
+    ) -> list[Uploader]:
         def tell(rank: int) -> Callable[[Copied], None]:
             return lambda c: self.told.append((rank, c))
 
@@ -262,7 +264,8 @@ class Store:
         for rank in range(ranks):
             job = Upload(url=self.url, root=str(self.root), rank=rank, world_size=ranks, attempt=attempt, policy=policy)
             self.uploaders.append(Uploader(job, tell(rank), lambda: None))
-            self.uploaders[-1].begin()
+            if rank != missing:
+                self.uploaders[-1].begin()
         return self.uploaders
 
     def stop(self) -> None:
@@ -329,8 +332,7 @@ def test_files_belong_to_the_rank_in_their_name(name: str, rank: int) -> None:
 
 def test_without_all_shares_nothing_is_committed_and_the_rest_comes_later(store: Store, root: Path) -> None:
     many_files(root, 3, 2)
-    _, second = store.start(2)
-    second.end()
+    store.start(2, missing=1)
     there = RemoteFolder(store.url) / "step-00000003"
     assert clock.wait_until(lambda: ".uploaded-0" in there.sizes(), LONG_S, 0.02)
     assert not index.is_committed(there)
@@ -453,8 +455,7 @@ def test_somebody_elses_change_there_is_noticed_and_mended(
 def test_shares_that_do_not_come_are_told(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PATIENCE_S", 0.1)
     many_files(root, 3, 2)
-    _, second = store.start(2)
-    second.end()
+    store.start(2, missing=1)
     assert clock.wait_until(lambda: any(c.trouble for _, c in store.told), LONG_S, 0.02)
     assert "the files of rank 1 have not come for 0.1 s" in store.told[0][1].trouble.why  # type: ignore[union-attr]
 
