@@ -217,7 +217,8 @@ def test_the_newest_that_verifies_is_restored_wherever_it_is(
     assert copied(manager)
     # What was damaged behind the URL is replaced when the shared folder has the step.
     manager.save(6, state_of(6.0), wait=True)
-    assert clock.wait_until(lambda: offline.damages(there / "step-00000006") == [], LONG_S)
+    markers = [folder / "step-00000006" / index.COMMITTED for folder in (root, there)]
+    assert clock.wait_until(lambda: markers[1].exists() and markers[1].read_bytes() == markers[0].read_bytes(), LONG_S)
     for folder in (*index.folders(root), *index.folders(there)):
         offline.verify(folder)
 
