@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from clustertrain.checkpoint import direct
 from clustertrain.checkpoint.integrity import BLOCK_BYTES, aligned, first_bad
 from clustertrain.checkpoint.manifest import Damaged, ShardRecord
 from clustertrain.checkpoint.source import Folder, Pread, opened
@@ -11,6 +13,8 @@ from clustertrain.checkpoint.storage import patiently
 
 # In one call to the kernel: several blocks, few enough that they are still in the processor's cache when hashed.
 _AT_ONCE = 4 * BLOCK_BYTES
+_AT_ONCE_DIRECT = 2 * BLOCK_BYTES
+_WORTH_IT = 1 << 20  # bytes; reading ahead does more for small parts that lie side by side
 
 
 def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
@@ -20,8 +24,9 @@ def read_shard(folder: Folder, shard: ShardRecord) -> bytearray:
     return data
 
 
-def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int) -> None:
-    """Fill ``into`` with the bytes of ``shard`` from ``low`` on, verified.
+def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
+    """Fill ``into`` with the bytes of ``shard`` from ``low`` on, verified. ``alone``: no other process of this machine
+    wants them, so they need not be kept in memory.
 
     Raises:
         Damaged: the file is missing, too short, or its bytes are not those that were written.
@@ -31,6 +36,10 @@ def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int) ->
     high = low + len(into)
 
     def read() -> None:
+        if alone and isinstance(path, Path) and high - low >= _WORTH_IT:
+            with direct.reading(path) as fd:
+                if fd is not None and _read_direct(fd, path, shard, low, high, into):
+                    return
         with opened(path) as pread:
             _read(pread, path, shard, low, high, into)
 
@@ -38,6 +47,23 @@ def read_into(into: memoryview, folder: Folder, shard: ShardRecord, low: int) ->
         patiently(read, path)
     except OSError as e:
         raise Damaged(f"{path}: {e.strerror or e}") from e
+
+
+def _read_direct(fd: int, path: Path, shard: ShardRecord, low: int, high: int, into: memoryview) -> bool:
+    """As :func:`_read`; False where the file system does not do it."""
+    at, end = aligned(low, high, shard.nbytes)
+    while at < end:
+        stop = min(at + _AT_ONCE_DIRECT, end)
+        data = direct.read(fd, shard.offset + at, stop - at)
+        if data is None:
+            return False
+        if len(data) < stop - at:
+            raise _too_short(path, shard.offset + at + len(data))
+        _verify(data, path, shard, at)
+        begin, finish = max(at, low), min(stop, high)
+        direct.copy(into[begin - low : finish - low], data[begin - at : finish - at])
+        at = stop
+    return True
 
 
 def _read(pread: Pread, path: Folder, shard: ShardRecord, low: int, high: int, into: memoryview) -> None:
@@ -50,15 +76,23 @@ def _read(pread: Pread, path: Folder, shard: ShardRecord, low: int, high: int, i
         cut = at < low or stop > high
         data = memoryview(bytearray(stop - at)) if cut else into[at - low : stop - low]
         _fill(pread, path, data, shard.offset + at)
-        bad = first_bad(data, shard.blocks, at // BLOCK_BYTES)
-        if bad is not None:
-            first = shard.offset + bad * BLOCK_BYTES
-            last = shard.offset + min(shard.nbytes, (bad + 1) * BLOCK_BYTES)
-            raise Damaged(f"{path}: checksum of bytes {first} to {last} differs")
+        _verify(data, path, shard, at)
         if cut:
             begin, finish = max(at, low), min(stop, high)
             into[begin - low : finish - low] = data[begin - at : finish - at]
         at = stop
+
+
+def _verify(data: memoryview, path: Folder, shard: ShardRecord, at: int) -> None:
+    bad = first_bad(data, shard.blocks, at // BLOCK_BYTES)
+    if bad is not None:
+        first = shard.offset + bad * BLOCK_BYTES
+        last = shard.offset + min(shard.nbytes, (bad + 1) * BLOCK_BYTES)
+        raise Damaged(f"{path}: checksum of bytes {first} to {last} differs")
+
+
+def _too_short(path: Folder, ends: int) -> Damaged:
+    return Damaged(f"{path}: ends at byte {ends}, more were written")
 
 
 def _fill(pread: Pread, path: Folder, into: memoryview, offset: int) -> None:
@@ -66,7 +100,7 @@ def _fill(pread: Pread, path: Folder, into: memoryview, offset: int) -> None:
     while done < len(into):
         got = pread(into[done:], offset + done)
         if got == 0:
-            raise Damaged(f"{path}: ends at byte {offset + done}, more were written")
+            raise _too_short(path, offset + done)
         done += got
 
 

@@ -192,12 +192,12 @@ class Near:
         self._lock = threading.Lock()
         self.bytes = 0
 
-    def read_into(self, into: memoryview, shard: ShardRecord, low: int) -> bool:
+    def read_into(self, into: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> bool:
         """As :func:`clustertrain.checkpoint.blocks.read_into`; False where it has to be read elsewhere."""
         if shard.file in self._not_here:
             return False
         try:
-            read_into(into, self._folder, shard, low)
+            read_into(into, self._folder, shard, low, alone=alone)
         except CheckpointError as e:
             self._not_here.add(shard.file)
             if (self._folder / shard.file).exists():

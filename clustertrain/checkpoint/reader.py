@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,27 +18,31 @@ from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.local import Near
 from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
-from clustertrain.checkpoint.source import Folder, RemoteFolder
+from clustertrain.checkpoint.source import Folder, RemoteFolder, kept_open
 from clustertrain.errors import CheckpointError
 
 Finish = Callable[[], None]
 # Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
 _THREADS = 4
 _FAR_THREADS = 16  # a store answers each request late, and many at a time
-_PIECE_BYTES = 16 * BLOCK_BYTES  # of a large shard, for one thread
+_STRETCHES = 16  # of what is shared, each for one thread
+_PIECE_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
 
 
 class Reader:
     """One committed checkpoint."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, near: Near | None = None) -> None:
-        """``near`` is asked for bytes before ``folder`` is."""
+    def __init__(self, folder: Folder, manifest: Manifest, near: Near | None = None, *, begin_at: float = 0.0) -> None:
+        """``near`` is asked for bytes before ``folder`` is. What all ranks of a machine need they begin to read in
+        different places, at the fraction ``begin_at`` of it: what one has read the others find in memory."""
         self._folder = folder
         self._near = near
         self._manifest = manifest
         self._tensors = {t.name: t for t in manifest.tensors}
         self._pool: ThreadPoolExecutor | None = None
         self._reading: list[Future[None]] = []
+        self._begin_at = begin_at
+        self._shared: list[tuple[str, int, Callable[[], None]]] = []
 
     def load(self, state: dict[str, Any]) -> Finish:
         """Fill the modules of ``state`` in place and read the rest beside it; the returned call puts that in force.
@@ -74,7 +79,14 @@ class Reader:
         return lambda: _call_all(todo)
 
     def _all_read(self) -> None:
-        """Wait for what is being read. Raises the first failure."""
+        """Read what is shared, and wait for all that is being read. Raises the first failure."""
+        # As the files have it and not as the objects do, or the kernel does not read ahead.
+        shared, self._shared = sorted(self._shared, key=lambda s: s[:2]), []
+        first = int(self._begin_at * len(shared))
+        shared = shared[first:] + shared[:first]
+        length = max(1, -(-len(shared) // _STRETCHES))
+        for at in range(0, len(shared), length):
+            self._begin(functools.partial(_one_by_one, [read for *_, read in shared[at : at + length]]))
         reading, self._reading = self._reading, []
         for piece in reading:
             piece.result()
@@ -94,8 +106,11 @@ class Reader:
         """All of a tensor, there when this returns."""
         record = self._record(name)
         tensor = torch.empty(record.shape, dtype=objects.dtype_of(record.dtype))
+        others = self._reading, self._shared
+        self._reading, self._shared = [], []
         self._fill(objects.block(name, "other", tensor))
         self._all_read()
+        self._reading, self._shared = others
         return tensor
 
     def _fill(self, block: objects.Block) -> None:
@@ -110,50 +125,68 @@ class Reader:
         for shard in record.shards:
             common = overlap(shard.start, shard.shape, block.start, block.local.shape)
             if common is not None:
-                self._fill_part(block.local, record, shard, *common)
+                self._fill_part(block, record, shard, *common)
                 filled += block.local[common[1]].numel()
         if filled != block.local.numel():
             raise Damaged(f"{self._folder}: {block.name} is not there as a whole")
 
     def _fill_part(
         self,
-        local: torch.Tensor,
+        block: objects.Block,
         record: TensorRecord,
         shard: ShardRecord,
         there: tuple[slice, ...],
         here: tuple[slice, ...],
     ) -> None:
-        """Read the part ``there`` of a shard into the part ``here`` of a tensor: where both are in one piece, straight
+        """Read the part ``there`` of a shard into the part ``here`` of a block: where both are in one piece, straight
         into its memory."""
-        size = record.itemsize
-        low, high, dense = span(there, shard.shape)
+        size, local = record.itemsize, block.local.detach()
+        low, _, dense = span(there, shard.shape)
         first, last, straight = span(here, tuple(local.shape))
         plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.dtype_of(record.dtype)
         if dense and straight and plain:
-            memory = local.detach().reshape(-1)[first:last].view(torch.uint8).numpy().data
+            memory = local.reshape(-1)[first:last].view(torch.uint8).numpy().data
             for at in range(0, len(memory), _PIECE_BYTES):
-                self._begin(self._read_into, memory[at : at + _PIECE_BYTES], shard, low * size + at)
+                piece, begins = memory[at : at + _PIECE_BYTES], low * size + at
+                if block.only:
+                    self._begin(functools.partial(self._read_into, piece, shard, begins, alone=True))
+                else:
+                    self._share(shard, begins, functools.partial(self._read_into, piece, shard, begins))
             return
-        into = local.detach()[here]
-        shape = tuple(into.shape)
+        if not local.dim():
+            self._share(shard, low * size, functools.partial(self._read_apart, local, record, shard, there))
+            return
+        rows = max(1, _PIECE_BYTES // (strides_of(shard.shape)[0] * size))
+        for row in range(0, there[0].stop - there[0].start, rows):
+            from_there = slice(there[0].start + row, min(there[0].start + row + rows, there[0].stop))
+            to_here = slice(here[0].start + row, min(here[0].start + row + rows, here[0].stop))
+            part = (from_there, *there[1:])
+            read = functools.partial(self._read_apart, local[(to_here, *here[1:])], record, shard, part)
+            self._share(shard, span(part, shard.shape)[0] * size, read)
 
-        def read() -> None:
-            data = bytearray((high - low) * size)
-            self._read_into(memoryview(data), shard, low * size)
-            flat = torch.frombuffer(data, dtype=objects.dtype_of(record.dtype))
-            into.copy_(flat.as_strided(shape, strides_of(shard.shape)))
+    def _share(self, shard: ShardRecord, begins: int, read: Callable[[], None]) -> None:
+        """Other ranks of this machine may need the same bytes."""
+        self._shared.append((shard.file, shard.offset + begins, read))
 
-        self._begin(read)
+    def _read_apart(
+        self, into: torch.Tensor, record: TensorRecord, shard: ShardRecord, there: tuple[slice, ...]
+    ) -> None:
+        """Read all from the first to the last byte of ``there``, and copy from that."""
+        low, high, _ = span(there, shard.shape)
+        data = _scratch((high - low) * record.itemsize)
+        self._read_into(data.numpy().data, shard, low * record.itemsize)
+        flat = data.view(objects.dtype_of(record.dtype))
+        into.copy_(flat.as_strided(tuple(into.shape), strides_of(shard.shape)))
 
-    def _read_into(self, into: memoryview, shard: ShardRecord, low: int) -> None:
-        if self._near is None or not self._near.read_into(into, shard, low):
-            read_into(into, self._folder, shard, low)
+    def _read_into(self, into: memoryview, shard: ShardRecord, low: int, *, alone: bool = False) -> None:
+        if self._near is None or not self._near.read_into(into, shard, low, alone=alone):
+            read_into(into, self._folder, shard, low, alone=alone)
 
-    def _begin(self, act: Callable[..., None], *args: Any) -> None:
+    def _begin(self, read: Callable[[], None]) -> None:
         if self._pool is None:
-            act(*args)
+            read()
         else:
-            self._reading.append(self._pool.submit(act, *args))
+            self._reading.append(self._pool.submit(read))
 
     # -- objects
 
@@ -238,9 +271,9 @@ class Reader:
         record = self._record(name)
         dtype = objects.dtype_of(record.dtype)
         if record.shape == tuple(p.shape):
-            tensor = torch.zeros_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
+            tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
         else:
-            tensor = torch.zeros(record.shape, dtype=dtype)
+            tensor = torch.empty(record.shape, dtype=dtype)
         self._fill(objects.block(name, "optimizer", tensor))
         return tensor
 
@@ -251,6 +284,23 @@ class Reader:
         if isinstance(value, torch.Tensor):
             return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
         return lambda: state.__setitem__(key, content)
+
+
+def _one_by_one(reads: list[Callable[[], None]]) -> None:
+    with kept_open():
+        for read in reads:
+            read()
+
+
+_own = threading.local()
+
+
+def _scratch(size: int) -> torch.Tensor:
+    """Memory of this thread's, until its next call: to get it anew each time takes longer than to read into it."""
+    kept: torch.Tensor | None = getattr(_own, "scratch", None)
+    if kept is None or kept.numel() < size:
+        kept = _own.scratch = torch.empty(size, dtype=torch.uint8)
+    return kept[:size]
 
 
 def _call_all(todo: list[Finish]) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import torch
 
+from clustertrain.checkpoint import direct
 from clustertrain.checkpoint.segments import Segment
 from clustertrain.checkpoint.state import Block
 
 _ALIGN = 64  # bytes; no element is larger
+_LARGE = 1 << 20
 _ENOUGH = 0.8  # of the memory that is free may be taken; the rest is for what the next step needs
 _GRAIN = 1 << 20
 _POPULATE_WRITE = 23  # of madvise, Linux 5.14 and newer
@@ -167,6 +169,10 @@ def _placed(blocks: Sequence[Block]) -> tuple[list[Segment], int]:
     """Where each block goes, and how many bytes that takes."""
     segments, at = [], 0
     for b in blocks:
+        nbytes = b.local.numel() * b.local.element_size()
+        # A file has them at the same places, where reading a large one does not begin in the middle of a page.
+        align = _ALIGN if nbytes < _LARGE else direct.ALIGN
+        at = -(-at // align) * align
         segments.append(
             Segment(
                 name=b.name,
@@ -177,10 +183,10 @@ def _placed(blocks: Sequence[Block]) -> tuple[list[Segment], int]:
                 start=b.start,
                 part=tuple(b.local.shape),
                 at=at,
-                nbytes=b.local.numel() * b.local.element_size(),
+                nbytes=nbytes,
             )
         )
-        at += -(-segments[-1].nbytes // _ALIGN) * _ALIGN
+        at += nbytes
     return segments, at
 
 

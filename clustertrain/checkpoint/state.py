@@ -9,6 +9,7 @@ them; of everything else the lowest such rank's counts. What must differ from ra
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class Block:
 
     ``held`` says how it lies on the ranks that hold it: as ``shard``s of a mesh whose lowest rank is ``root``; as
     ``equal`` copies, any of which may be written; or as copies of which the ``first`` rank's counts. ``replica`` is a
-    shard that another rank of the mesh has too and writes.
+    shard that another rank of the mesh has too and writes; of an ``only`` one no other rank has anything.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Block:
     held: Literal["shard", "equal", "first"]
     root: int = 0
     replica: bool = False
+    only: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,25 @@ def is_dtensor(value: Any) -> bool:
 
 def block(name: str, kind: Kind, value: torch.Tensor) -> Block:
     """The part of ``value`` that this rank holds."""
-    value = value.detach()
     if not is_dtensor(value):
-        return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value, "equal")
+        return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
+    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    place = _place(mesh, tuple(placements), value.shape)
+    with torch.no_grad():  # else the shard is made by a function of autograd's
+        local = value.to_local().detach()  # type: ignore[attr-defined]
+    return Block(name, kind, tuple(value.shape), local=local, held="shard", **place)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _place(mesh: Any, placements: tuple[Any, ...], shape: torch.Size) -> dict[str, Any]:
+    """What a block has of how its tensor is laid out. It takes longer to find out than a small shard takes to copy."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
-    _, start = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
     replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    local = value.to_local()  # type: ignore[attr-defined]
-    return Block(name, kind, tuple(value.shape), tuple(start), local, "shard", int(mesh.mesh.min()), replica)
+    only = all(p.is_shard() for p in placements)
+    return {"start": tuple(start), "root": int(mesh.mesh.min()), "replica": replica, "only": only}
 
 
 def unwrap(module: nn.Module) -> nn.Module:

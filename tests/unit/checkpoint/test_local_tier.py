@@ -267,7 +267,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_again_and_again(
     monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
     original, asked = local.read_into, []
 
-    def fail(into: memoryview, folder: Path, shard: Any, low: int) -> None:
+    def fail(into: memoryview, folder: Path, shard: Any, low: int, *, alone: bool) -> None:
         asked.append(folder)
         raise StorageError(f"{folder}: Input/output error")
 

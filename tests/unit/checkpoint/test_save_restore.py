@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.checkpoint import direct, offline, storage
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, storage
 from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.engines import raw_engine
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import Damaged
 from clustertrain.checkpoint.retention import Policy
@@ -221,12 +220,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
 ) -> None:
     manager.save(3, make_state())
 
-    def full(fd: int, data: memoryview) -> None:
-        os.write(fd, data[:3])
+    def full(file: direct.Writing, data: memoryview) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(raw_engine, "_write", full)
+        patch.setattr(direct.Writing, "write", full)
         with pytest.raises(CheckpointError, match=r"step 6 was not saved: rank 0: .*No space left"):
             manager.save(6, make_state())
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
@@ -276,7 +274,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 def test_a_failed_save_tells_whether_it_would_fail_again(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
 ) -> None:
-    monkeypatch.setattr(raw_engine, "_write", failing(raw_engine._write, number, 1))
+    monkeypatch.setattr(direct.Writing, "write", failing(direct.Writing.write, number, 1))
     with pytest.raises(StorageError, match="step 6 was not saved") as e:
         manager.save(6, make_state())
     assert e.value.full is full
