@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from clustertrain.checkpoint.trouble import Trouble
 
+_HEAD_BYTES = 512
+_LENGTH_BYTES = 8
+_ROOM_BYTES = _HEAD_BYTES - _LENGTH_BYTES
+
 
 class Ranks:
     """All ranks of the job. ``group`` is None for a single process."""
@@ -21,6 +25,16 @@ class Ranks:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
+
+    def records(self, mine: bytes) -> list[bytes]:
+        """``mine`` of every rank, in rank order, on every rank; as many bytes on each of them. One exchange."""
+        if self._group is None:
+            return [mine]
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        found = torch.empty(self.world_size * len(mine), dtype=torch.uint8)
+        dist.all_gather_into_tensor(found, sent, group=self._group)
+        data = found.numpy().tobytes()
+        return [data[at : at + len(mine)] for at in range(0, len(data), len(mine))]
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on rank 0; an empty list on the others."""
@@ -43,16 +57,24 @@ class Ranks:
         """Rank 0's ``value`` on every rank."""
         if self._group is None:
             return value
-        data = bytearray(json.dumps(value).encode()) if self.rank == 0 else bytearray()
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group=self._group, group_src=0)
-        buffer = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        # The length, and what has room beside it: most is said in one exchange.
+        head = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_ROOM_BYTES]).ljust(_HEAD_BYTES, b"\0")
+        buffer = torch.frombuffer(head, dtype=torch.uint8)
         dist.broadcast(buffer, group=self._group, group_src=0)
-        return json.loads(buffer.numpy().tobytes())
+        size = int.from_bytes(head[:_LENGTH_BYTES], "big")
+        data = data if self.rank == 0 else bytes(head[_LENGTH_BYTES : _LENGTH_BYTES + size])
+        if size > _ROOM_BYTES:
+            rest = torch.frombuffer(bytearray(data[_ROOM_BYTES:]) or bytearray(size - _ROOM_BYTES), dtype=torch.uint8)
+            dist.broadcast(rest, group=self._group, group_src=0)
+            data = data[:_ROOM_BYTES] + rest.numpy().tobytes()
+        return json.loads(data)
 
     def troubles(self, mine: Trouble | None) -> list[Trouble]:
         """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
         well. The same list on every rank."""
+        if not any(map(any, self.records(bytes([mine is not None])))):
+            return []
         everybody = self.gather(None if mine is None else {"why": mine.why, "of": mine.of})
         found = [{**t, "why": f"rank {r}: {t['why']}"} for r, t in enumerate(everybody) if t is not None]
         return [Trouble(**t) for t in self.broadcast(found)]

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from clustertrain import clock
+from clustertrain import clock, fsio
 from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points
@@ -35,8 +35,8 @@ from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.staging import Staging
 from clustertrain.checkpoint.state import collect
 from clustertrain.checkpoint.storage import StorageError
-from clustertrain.checkpoint.trouble import Trouble, error, told
-from clustertrain.checkpoint.union import Share, agree
+from clustertrain.checkpoint.trouble import TooLate, Trouble, error, told
+from clustertrain.checkpoint.union import MARK_BYTES, Offer, Share, Union
 from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
 from clustertrain.spec.places import is_url
@@ -47,6 +47,7 @@ PATIENCE_S = 600.0  # for the slowest rank's part, from when rank 0 has written 
 FAILING_S = 600.0  # copies have failed for so long when nobody waits for them any more
 CPU = torch.device("cpu")
 KEEP = Policy()
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class CheckpointManager:
         ``remote`` need ``background``."""
         self._root = root
         self._ranks = ranks
+        self._union = Union(ranks)
         self._attempt = attempt
         self._layout = dict(layout)
         self._policy = policy
@@ -187,7 +189,7 @@ class CheckpointManager:
 
     def reserve(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> None:
         """Make room for a save of ``state`` ahead of the first one, beside what goes on."""
-        share, _ = self._share(state, rank_state or {}, f"{self._root}: nothing can be saved")
+        share, *_ = self._share(state, rank_state or {}, f"{self._root}: nothing can be saved")
         for staging in self._stagings:
             try:
                 staging.reserve(share.blocks)
@@ -205,12 +207,17 @@ class CheckpointManager:
         reason: Reason = "interval",
         metric: Metric | None = None,
         wait: bool = False,
+        until: float | None = None,
     ) -> Saved | None:
         """Begin to save, and with ``wait`` see it committed; returns what was saved then. Waits for an earlier save
         that is still under way and has the memory that this one needs. A committed checkpoint of the same step is
         replaced only by a committed one.
 
+        Args:
+            until: when waiting ends, by the monotonic clock.
+
         Raises:
+            TooLate: on every rank, when waiting has ended so. Nothing is known to be committed.
             StorageError: on every rank, when any of them could not write, this time or the last. Nothing was committed
                 then, and the older checkpoints are as they were.
             CheckpointError: likewise, where the state is one that cannot be saved.
@@ -218,20 +225,21 @@ class CheckpointManager:
         started = clock.monotonic()
         while len(self._flights) >= self._most_flights:
             try:
-                self._land()
+                self._land(until)
+            except TooLate:
+                raise
             except CheckpointError as e:  # on all ranks alike
                 if reason == "interval":
                     raise
                 log.warning("%s; what is saved now matters more", e)
         points.reached("before staging", self._ranks.rank)
-        share, own = self._share(state, rank_state or {}, _failure(self._root, step))
-        made = self._on_rank_0(lambda: _fresh_folder(self._root, step, self._attempt), f"{self._root}: not writable")
-        folder = self._root / made
+        share, own, token = self._share(state, rank_state or {}, _failure(self._root, step), step)
+        folder = _folder_of_save(self._root, step, self._attempt, token)
         number = self._saves % len(self._stagings)
         self._saves += 1
         for before in self._flights:
             if before.staging is self._stagings[number]:
-                self._await(before, lambda: before.kept or before.written is not None)  # noqa: B023
+                self._await(before, lambda: before.kept or before.written is not None, until)  # noqa: B023
         write = Write(
             step=step,
             folder=str(folder),
@@ -241,7 +249,7 @@ class CheckpointManager:
             segments=[],
             own=own,
             # What a stop or the end waits for goes where it counts.
-            local=str(near.folder_of(self._near_root, made)) if self._near_root and not wait else "",
+            local=str(near.folder_of(self._near_root, folder.name)) if self._near_root and not wait else "",
         )
         commit = None
         if self._ranks.rank == 0:
@@ -266,7 +274,7 @@ class CheckpointManager:
         flight.stall_s = clock.monotonic() - started
         if not (wait or isinstance(self._worker, Inline)):
             return None
-        return self.settle()
+        return self.settle(until)
 
     def _stage(self, flight: _Flight, share: Share) -> None:
         points.reached("while staging", self._ranks.rank)
@@ -295,8 +303,8 @@ class CheckpointManager:
         except Exception as e:  # also of a thread: nobody would hear of it, and wait for an answer for ever
             self._failed(flight, f"{type(e).__name__}: {e}")
 
-    def _failed(self, flight: _Flight, why: str) -> None:
-        trouble = Trouble(why=why, of="storage")
+    def _failed(self, flight: _Flight, why: str, of: Literal["storage", "deadline"] = "storage") -> None:
+        trouble = Trouble(why=why, of=of)
         failed = Outcome(step=flight.step, of="write", ended=clock.monotonic(), trouble=trouble)
         flight.written = flight.written or failed
         if flight.commit is not None:
@@ -307,26 +315,26 @@ class CheckpointManager:
         """Saves of which this rank does not know the outcome."""
         return sum(not flight.answered() for flight in self._flights)
 
-    def settle(self) -> Saved | None:
+    def settle(self, until: float | None = None) -> Saved | None:
         """Wait until every save is committed; returns the last one.
 
         Raises:
-            StorageError, CheckpointError: as :meth:`save`.
+            TooLate, StorageError, CheckpointError: as :meth:`save`.
         """
         saved = None
         while self._flights:
-            saved = self._land()
+            saved = self._land(until)
         return saved
 
-    def _land(self) -> Saved:
+    def _land(self, until: float | None = None) -> Saved:
         """Bring the oldest flight to its end, on all ranks alike."""
         flight = self._flights[0]
-        self._await(flight, lambda: flight.written is not None)
+        self._await(flight, lambda: flight.written is not None, until)
         trouble = flight.written.trouble if flight.written is not None else None
         troubles = self._ranks.troubles(trouble)
         if troubles and flight.commit is not None:
             self._worker.abandon(flight.step)
-        self._await(flight, flight.answered)
+        self._await(flight, flight.answered, until)
         self._flights.popleft()
         failure = _failure(self._root, flight.step)
         if troubles:
@@ -373,11 +381,15 @@ class CheckpointManager:
         if over and self._local is not None and self._local.first and self._near_root is not None:
             near.remove(self._near_root)
 
-    def _await(self, flight: _Flight, done: Callable[[], bool]) -> None:
+    def _await(self, flight: _Flight, done: Callable[[], bool], until: float | None = None) -> None:
         if flight.sending is not None:
             flight.sending.join()
         while not done():
-            if not self._take(None) and not self._worker.alive:
+            left = None if until is None else until - clock.monotonic()
+            if left is not None and left <= 0:
+                self._worker.abandon(flight.step)
+                self._failed(flight, "it would not have been there before this process must end", "deadline")
+            elif not self._take(left) and not self._worker.alive:
                 self._again(WriterDied("the process that writes checkpoints is gone"))
 
     def _take(self, timeout_s: float | None) -> bool:
@@ -442,18 +454,29 @@ class CheckpointManager:
                 continue
             self._failed(flight, f"{e}, twice")
 
-    def _share(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str) -> tuple[Share, Any]:
-        """What this rank writes, and the JSON values of its own."""
-        trouble, collected = None, None
+    def _share(
+        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str, step: int | None = None
+    ) -> tuple[Share, Any, bytes]:
+        """What this rank writes, and the JSON values of its own; with a ``step`` also the token of a folder for it. All
+        that the ranks tell each other for that goes in one exchange, where all of them hold the same things."""
+        trouble, offer, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
         try:
-            collected = collect(state, rank_state, self._ranks.rank)
-        except CheckpointError as e:
+            offer = Offer(collect(state, rank_state, self._ranks.rank))
+            if step is not None and self._ranks.rank == 0:
+                _make_folder(_folder_of_save(self._root, step, self._attempt, token))
+        except (OSError, CheckpointError) as e:
             trouble = told(e)
-        troubles = self._ranks.troubles(trouble)
-        if troubles or collected is None:
+        mark = offer.mark if offer is not None and trouble is None else bytes(MARK_BYTES)
+        records = self._ranks.records(bytes([trouble is not None]) + token + mark)
+        token = records[0][1 : 1 + _TOKEN_BYTES]
+        if offer is None or any(r[0] for r in records):
+            troubles = self._ranks.troubles(trouble)
+            if step is not None and self._ranks.rank == 0:
+                shutil.rmtree(_folder_of_save(self._root, step, self._attempt, token), ignore_errors=True)
             raise error(failure, troubles)
         optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
-        return agree(self._ranks, collected, optimizers), collected.own
+        share = self._union.share(offer, [r[1 + _TOKEN_BYTES :] for r in records], optimizers)
+        return share, offer.collected.own, token
 
     def _on_rank_0(self, act: Callable[[], Any], failure: str) -> Any:
         """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""
@@ -509,7 +532,7 @@ class CheckpointManager:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
                 nearer = near.Near(self._near_root, manifest.made_in) if self._near_root is not None else None
-                reader = Reader(folder, manifest, nearer)
+                reader = Reader(folder, manifest, nearer, begin_at=self._ranks.rank / self._ranks.world_size)
                 finish = reader.load(state)
                 same_world = manifest.world_size == self._ranks.world_size
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
@@ -596,13 +619,17 @@ def _committed(flight: _Flight) -> tuple[int, float]:
     return outcome.bytes, outcome.ended - flight.started
 
 
-def _fresh_folder(root: Path, step: int, attempt: str) -> str:
-    """Make a folder that no other save has, not even one of the same step: a writer that has outlived its rank may
-    still be at work in that. Returns its name."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o750)
-    folder = index.staging_folder(root, step, f"{attempt}-{secrets.token_hex(4)}")
+def _folder_of_save(root: Path, step: int, attempt: str, token: bytes) -> Path:
+    """A folder that no other save has, not even one of the same step: a writer that has outlived its rank may still be
+    at work in that."""
+    return index.staging_folder(root, step, f"{attempt}-{token.hex()}")
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.parent.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+        fsio.fsync_folder(folder.parent.parent)
     folder.mkdir(mode=0o750)
-    return folder.name
 
 
 def _no_longer_committed(folder: RemoteFolder) -> None:

@@ -12,11 +12,15 @@ from clustertrain.errors import CheckpointError
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, or a file system (or
-    process) that may do better next time ("storage")."""
+    """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, a file system (or
+    process) that may do better next time ("storage"), or only that nobody can wait any longer ("deadline")."""
 
     why: str
-    of: Literal["state", "full", "storage"]
+    of: Literal["state", "full", "storage", "deadline"]
+
+
+class TooLate(CheckpointError):
+    """A save was given up at the deadline. What was committed before stands."""
 
 
 def told(e: OSError | CheckpointError) -> Trouble:
@@ -33,4 +37,6 @@ def error(failure: str, troubles: Sequence[Trouble]) -> CheckpointError:
     causes = {t.of for t in troubles}
     if "full" in causes:
         return StorageError(message, full=True)
-    return StorageError(message) if "storage" in causes else CheckpointError(message)
+    if "storage" in causes:
+        return StorageError(message)
+    return TooLate(message) if causes == {"deadline"} else CheckpointError(message)

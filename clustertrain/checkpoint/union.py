@@ -11,10 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import xxhash
+
 from clustertrain.checkpoint import tree
 from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.integrity import checksum
 from clustertrain.checkpoint.state import Block, Collected
+
+_DIGEST_BYTES = 16
+MARK_BYTES = 2 * _DIGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -25,24 +30,67 @@ class Share:
     values: dict[str, Any]
 
 
-def agree(ranks: Ranks, collected: Collected, optimizers: Iterable[str]) -> Share:
-    """Collective. ``optimizers`` are the keys of the state that are optimizers."""
-    held = _held(collected.blocks)
-    told = {"held": held, "values": collected.values}
-    mine = checksum(json.dumps(told, sort_keys=True).encode())
-    marks: list[str] = ranks.broadcast(ranks.gather(mine))
-    kinds = {mark: [r for r, m in enumerate(marks) if m == mark] for mark in dict.fromkeys(marks)}
-    everybody = [told]
-    if len(kinds) > 1:
-        first = kinds[mine][0] == ranks.rank
-        everybody = [t for t in ranks.gather(told if first else None) if t is not None]
-    values, chosen = collected.values, {}
-    if ranks.rank == 0:
-        values = merge_values([t["values"] for t in everybody], optimizers)
-        chosen = writers([t["held"] for t in everybody], list(kinds.values()))
-    chosen = ranks.broadcast(chosen)
-    blocks = [b for b in collected.blocks if not b.replica and chosen[b.name] == _writes_as(b, ranks.rank)]
-    return Share([*blocks, *collected.private], values)
+class Offer:
+    """What a rank holds, and a mark of it: two ranks with the same marks hold the same things."""
+
+    def __init__(self, collected: Collected) -> None:
+        self.collected = collected
+        self.held = _held(collected.blocks)
+        self.mark = _digest(self.held) + _digest(collected.values)
+
+
+class Union:
+    """Who writes what, which is found out once and holds until a rank holds something else."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._holding: list[bytes] = []
+        self._chosen: dict[str, int] = {}
+
+    def share(self, offer: Offer, marks: Sequence[bytes], optimizers: Iterable[str]) -> Share:
+        """Collective, but where all ranks hold the same: then each knows by itself what the others know.
+
+        Args:
+            marks: those of all ranks' offers.
+            optimizers: the keys of the state that are optimizers.
+        """
+        holding = [mark[:_DIGEST_BYTES] for mark in marks]
+        if holding != self._holding:
+            self._chosen = self._choose(offer, holding)
+            self._holding = holding
+        values = self._values(offer.collected.values, [mark[_DIGEST_BYTES:] for mark in marks], optimizers)
+        blocks = offer.collected.blocks
+        mine = [b for b in blocks if not b.replica and self._chosen[b.name] == _writes_as(b, self._ranks.rank)]
+        return Share([*mine, *offer.collected.private], values)
+
+    def _choose(self, offer: Offer, holding: Sequence[bytes]) -> dict[str, int]:
+        kinds = _kinds(holding)
+        if len(kinds) == 1:
+            return writers([offer.held], list(kinds.values()))
+        found = self._of_each_kind(offer.held, holding)
+        chosen: dict[str, int] = writers(found, list(kinds.values())) if self._ranks.rank == 0 else {}
+        chosen = self._ranks.broadcast(chosen)
+        return chosen
+
+    def _values(self, mine: dict[str, Any], marks: Sequence[bytes], optimizers: Iterable[str]) -> dict[str, Any]:
+        found = [mine] if len(set(marks)) == 1 else self._of_each_kind(mine, marks)
+        return merge_values(found, optimizers) if self._ranks.rank == 0 else mine
+
+    def _of_each_kind(self, mine: Any, marks: Sequence[bytes]) -> list[Any]:
+        """On rank 0 what the first rank of each kind has."""
+        first = marks.index(marks[self._ranks.rank]) == self._ranks.rank
+        return [told for told in self._ranks.gather(mine if first else None) if told is not None]
+
+
+def _kinds(marks: Sequence[bytes]) -> dict[bytes, list[int]]:
+    kinds: dict[bytes, list[int]] = {}
+    for rank, mark in enumerate(marks):
+        kinds.setdefault(mark, []).append(rank)
+    return kinds
+
+
+def _digest(value: Any) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.json.encode(value, order="deterministic"))
 
 
 def _writes_as(block: Block, rank: int) -> int:

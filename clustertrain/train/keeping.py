@@ -23,6 +23,7 @@ from clustertrain.checkpoint.interval import Failures, Interval, failures_of
 from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 TELLING = 0.1  # a change of the interval by less is not worth an event
 REMEMBERED = 5  # saves: one that a busy hour made slow must not forbid all later ones
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
+ORDERLY_END_S = 2.0  # at the deadline, for what follows the last save
 LAST_WORD_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
 
 
@@ -192,8 +194,15 @@ class Keeping:
         self._asked = self._interval.overdue()
         return self._asked
 
-    def save(self, step: int, state: dict[str, Any], reason: Reason, newest: Mapping[str, Any]) -> None:
-        """On the way in the background; at a stop and at the end until it is committed. ``newest`` are the scalars that
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        reason: Reason,
+        newest: Mapping[str, Any],
+        until: float | None = None,
+    ) -> None:
+        """Collective. On the way in the background; at the end until it is committed. ``newest`` are the scalars that
         were logged last."""
         if self._manager is None:
             return
@@ -202,7 +211,8 @@ class Keeping:
             value = newest.get(self._best)
             number = isinstance(value, (int, float)) and math.isfinite(value)
             metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
-        self._manager.save(step, state, self._rank_state(), reason=reason, metric=metric, wait=reason != "interval")
+        rank_state, wait = self._rank_state(), reason != "interval"
+        self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait, until=until)
         self._asked = False
         if self._interval is not None:
             self._interval.begun()
@@ -235,6 +245,21 @@ class Keeping:
         """Whether a save of this rank's has failed since. Looks at what the writing process has said, and does not
         wait."""
         return self._manager is not None and self._manager.poll()
+
+    def stop(
+        self, step: int, state: dict[str, Any], newest: Mapping[str, Any], deadline: float | None, *, save: bool
+    ) -> None:
+        """Collective: ``save`` before the process must end, and wait for what is under way, but no longer than leaves
+        time for an orderly end. ``deadline`` is in UTC epoch s."""
+        until = None if deadline is None else clock.monotonic() + deadline - clock.now() - ORDERLY_END_S
+        try:
+            if save:
+                self.save(step, state, "stop", newest, until)
+            if self._manager is not None:
+                self._manager.settle(until)
+        except TooLate as e:
+            self._event("save_given_up", step=step, why=e.message)
+            log.warning("%s; the run goes on from step %s", e.message, self._result.committed_step or 0)
 
     def settle(self) -> None:
         """Collective: wait for the saves under way. Raises on all ranks what went wrong on any."""

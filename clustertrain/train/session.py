@@ -365,13 +365,15 @@ class Session:
                 self._keeping.settle()  # raises, on all ranks at this step
             if self.step == first + 1 < total and not stop:
                 self._keeping.reserve(state)
-            if self._keeping.kept and self.step > first and not late and (stop or due or self.step == total):
+            save = self._keeping.kept and self.step > first and not late and (stop or due or self.step == total)
+            if save:
                 self._metrics.drain(wait=True)
-                reason: Reason = "stop" if stop else "end" if self.step == total else "interval"
-                self._keeping.save(self.step, state, reason, self._metrics.newest)
             if stop:
-                self._keeping.settle()  # where it is too late for another save, for the one that is under way
+                self._keeping.stop(self.step, state, self._metrics.newest, self._flag.deadline(), save=save)
                 self._leave(resumable=self._keeping.kept)
+            if save:
+                reason: Reason = "end" if self.step == total else "interval"
+                self._keeping.save(self.step, state, reason, self._metrics.newest)
             if self.step >= total:
                 self._finished = True
                 return

@@ -24,6 +24,7 @@ from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.checkpoint.staging import Staging, available_memory
 from clustertrain.checkpoint.state import block
 from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.trouble import TooLate
 
 CPU = torch.device("cpu")
 
@@ -93,6 +94,18 @@ def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManag
     manager.settle()
     offline.verify(index.step_folder(tmp_path / "c", 3))
     assert saved_value(tmp_path / "c", 6) == 2.0
+
+
+def test_a_save_is_given_up_at_the_deadline(manager: CheckpointManager, told: list[Saved], tmp_path: Path) -> None:
+    manager.save(3, state_of(1.0), wait=True)
+    writer = writer_of(manager)
+    writer.suspend()
+    with pytest.raises(TooLate, match=r"step 6 was not saved: rank 0: .*before this process must end"):
+        manager.save(6, state_of(2.0), wait=True, until=clock.monotonic() + 0.2)
+    writer.resume()
+    manager.save(9, state_of(3.0), wait=True)  # it goes on as if nothing had been
+    assert [s.step for s in told] == [3, 9]
+    assert [row["step"] for row in offline.list_checkpoints(tmp_path / "c")] == [3, 9]
 
 
 def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
@@ -224,7 +237,8 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
         assert bool((state["x"] == step).all())
 
 
-def test_any_part_of_a_shard_reads_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_any_part_of_a_shard_reads_right(tmp_path: Path, alone: bool) -> None:
     """Parts that begin and end anywhere in blocks, the last of which is short."""
     manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
     whole = torch.arange(5_000_000, dtype=torch.int32)  # 4.8 blocks
@@ -238,5 +252,5 @@ def test_any_part_of_a_shard_reads_right(tmp_path: Path) -> None:
         for high in edges:
             if low < high:
                 data = bytearray(high - low)
-                read_into(memoryview(data), saved.path, shard, low)
+                read_into(memoryview(data), saved.path, shard, low, alone=alone)
                 assert data == everything[low:high], (low, high)

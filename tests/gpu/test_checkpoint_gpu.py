@@ -1,0 +1,115 @@
+"""Checkpoints of what lies on a GPU: the copy goes beside the training, and holds what was there at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager, Saved
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+WIDTH = 2048  # 48 MiB with Adam's moments
+A_SECOND = 2_000_000_000  # of a GPU's clock, about
+
+
+@pytest.fixture
+def told() -> list[Saved]:
+    return []
+
+
+@pytest.fixture
+def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
+    made = CheckpointManager(
+        tmp_path / "c", Ranks(), attempt="1", layout={}, device=torch.device("cuda", 0), on_commit=told.append
+    )
+    made.start()
+    yield made
+    made.close(60.0)
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(WIDTH, WIDTH, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def values(state: dict[str, Any]) -> list[torch.Tensor]:
+    model, optimizer = state["model"], state["optimizer"]
+    return [t.detach().cpu().clone() for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+
+
+def restored(root: Path, step: int) -> list[torch.Tensor]:
+    state = state_of(99)
+    reader = CheckpointManager(root, Ranks(), attempt="9", layout={}, background=False, device=torch.device("cuda", 0))
+    found = reader.restore(state)
+    assert found is not None and found.step == step
+    return values(state)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_what_comes_after_the_save_does_not_reach_it(manager: CheckpointManager, tmp_path: Path) -> None:
+    state = state_of(1)
+    before = values(state)
+    manager.reserve(state)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_SECOND)  # the copy waits behind it, and what follows behind the copy
+    manager.save(3, state)
+    with torch.no_grad():
+        for p in state["model"].parameters():
+            p.fill_(0.0)
+            for t in state["optimizer"].state[p].values():
+                t.zero_()
+    manager.settle()
+    assert same(restored(tmp_path / "c", 3), before)
+
+
+def test_the_host_does_not_wait_for_the_copy(manager: CheckpointManager) -> None:
+    state = state_of(1)
+    manager.reserve(state)
+    manager.save(1, state, wait=True)
+    assert all(s._pinned for s in manager._stagings[:1])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_SECOND)
+    manager.save(2, state)
+    assert not torch.cuda.current_stream().query()  # the GPU is still at what came before
+    manager.settle()
+
+
+def test_one_copy_is_filled_while_another_is_written(
+    manager: CheckpointManager, told: list[Saved], tmp_path: Path
+) -> None:
+    contents = {}
+    for step in (1, 2, 3, 4):
+        state = state_of(step)
+        contents[step] = values(state)
+        manager.save(step, state)
+    manager.settle()
+    assert [s.step for s in told] == [1, 2, 3, 4]
+    for step in (2, 3, 4):  # three are kept
+        offline.verify(index.step_folder(tmp_path / "c", step))
+    assert same(restored(tmp_path / "c", 4), contents[4])
+
+
+def test_a_checkpoint_of_a_gpu_loads_on_a_cpu(manager: CheckpointManager, tmp_path: Path) -> None:
+    state = state_of(1)
+    manager.save(1, state, wait=True)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    reader = CheckpointManager(tmp_path / "c", Ranks(), attempt="9", layout={}, background=False)
+    assert reader.restore({"model": model, "optimizer": optimizer}) is not None
+    assert torch.equal(model.weight, state["model"].weight.cpu())
