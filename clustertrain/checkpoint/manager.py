@@ -527,7 +527,7 @@ class CheckpointManager:
         skipped: list[dict[str, Any]] = []
         for step, is_here in reversed(found):
             folder: Folder = index.step_folder(self._root, step) if is_here else index.step_folder(self._behind(), step)
-            trouble, manifest = None, None
+            trouble, manifest, other_objects = None, None, None
             try:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
@@ -538,12 +538,18 @@ class CheckpointManager:
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
             except (Damaged, StorageError) as e:
                 trouble = told(e)
+            except CheckpointError as e:  # the other ranks must hear of it: they wait for this one's word
+                trouble, other_objects = Trouble(why=e.message, of="objects"), e
             troubles = self._ranks.troubles(trouble)
             if not troubles:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
                 restored = Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
                 return self._with_local(restored, manifest.made_in if manifest else "", nearer.bytes if nearer else 0)
+            if other_objects is not None:
+                raise other_objects
+            if any(t.of == "objects" for t in troubles):
+                raise error(f"{folder}: cannot be loaded", [t for t in troubles if t.of == "objects"])
             if any(t.of != "state" for t in troubles):
                 raise error(f"{folder}: cannot be read", troubles)
             skipped.append({"step": step, "path": str(folder), "why": "; ".join(t.why for t in troubles)})

@@ -1,11 +1,11 @@
 """The index of one checkpoint, and where its files lie.
 
 checkpoints/step-00000500/
-  rank-0.bin rank-1.bin …   shards, one after another, raw bytes in C order (other engines have other files)
+  rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
   manifest.json             what lies where, with the checksums
   COMMITTED                 checksum of the manifest; written last
-checkpoints/.step-00000500-<attempt>        a save under way (or killed), never read
-checkpoints/.old-step-00000500              what a save of the same step replaces, until it has
+checkpoints/.step-00000500-<attempt>-<token>  a save under way (or killed), never read
+checkpoints/.old-step-00000500                what a save of the same step replaces, until it has
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Damaged(CheckpointError):
     """A file of a committed checkpoint is missing, cut short or altered: an older checkpoint may still be good."""
 
 
-class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
     """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``.
     For ``blocks`` and ``checksum`` see :mod:`~clustertrain.checkpoint.integrity`."""
 
@@ -52,7 +52,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
     """A logical (global) tensor. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
 
     name: str

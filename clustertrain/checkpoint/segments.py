@@ -7,7 +7,7 @@ import msgspec
 from clustertrain.checkpoint.manifest import Kind
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
     """A rank's block of a logical tensor in its staging memory: ``nbytes`` at ``at``, in C order, ``part`` elements
     that begin at ``start`` of the tensor of shape ``shape``. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
 
@@ -22,7 +22,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
     """Where an engine put a segment: its bytes, as they were staged, begin at ``offset`` of ``file`` (a path relative
     to the checkpoint's folder, with ``/``)."""
 

@@ -13,10 +13,11 @@ from clustertrain.errors import CheckpointError
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, a file system (or
-    process) that may do better next time ("storage"), or only that nobody can wait any longer ("deadline")."""
+    process) that may do better next time ("storage"), the objects that it should be loaded into ("objects"), or only
+    that nobody can wait any longer ("deadline")."""
 
     why: str
-    of: Literal["state", "full", "storage", "deadline"]
+    of: Literal["state", "full", "storage", "objects", "deadline"]
 
 
 class TooLate(CheckpointError):

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 import torch
-from rank_pool import Ranks, digest, make_run
+from rank_pool import Ranks, digest, make_run, touch_stop_at
 
 from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint import offline
@@ -301,6 +301,57 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path
     assert status["attempts"][0]["state"] in ("unknown", "node_failure")
     assert status["attempts"][1]["first_step"] == 3
     assert [r["done"] for r in fsio.read_lines(run.path / "metrics" / "attempt-2.jsonl")] == [3, 4, 5, 6]
+
+
+def more_state_on(rank: int) -> None:
+    """Setup: this rank's state has something that the checkpoint lacks."""
+    from clustertrain.train.session import Session
+
+    original = Session.steps
+
+    def steps(self: Session, total: int, state: dict[str, Any], **more: Any) -> Iterator[int]:
+        if self.rank == rank:
+            state["news"] = torch.zeros(3)
+        return original(self, total, state, **more)
+
+    Session.steps = steps  # type: ignore[method-assign]
+
+
+def test_what_one_rank_cannot_load_all_ranks_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
+    Ranks(run, 2, 1, setup=touch_stop_at, args=(3,)).expect(0)
+    ranks = Ranks(run, 2, 2, setup=more_state_on, args=(1,)).expect(78)
+    assert {(r["kind"], r["exit_code"]) for r in ranks.results()} == {("environment", 78)}
+    assert all("holds no state news" in r["error"]["message"] for r in ranks.results())
+    assert "rank 1: " in ranks.results()[0]["error"]["message"]
+    assert not list(run.checkpoints.glob("damaged-*"))
+
+
+def test_a_save_at_a_stop_is_given_up_before_the_kill(tmp_path: Path) -> None:
+    """The process that writes hangs, as on a file system that does not answer."""
+    run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=100_000)
+    ranks = Ranks(run, 2, setup=hanging_writer, args=(4, 4.0)).expect(0)
+    for left in processes(run.path):
+        left.kill()
+    assert {(r["ending"], r["committed_step"]) for r in ranks.results()} == {("stopped", None)}
+    (given_up,) = ranks.events("save_given_up")
+    assert "rank 1: " in given_up["why"]
+    assert not list(run.checkpoints.glob("step-*"))
+
+
+def hanging_writer(step: int, left_s: float) -> None:
+    """Setup: the writer of rank 1 stops in the middle, and the agent leaves so many seconds."""
+    from clustertrain.train.session import Session
+
+    original = Session.log
+    fault_at("while writing", 1, 1, "STOP")
+
+    def log(self: Session, **scalars: Any) -> None:
+        original(self, **scalars)
+        if self.step == step:
+            fsio.write_json(Path(os.environ[settings.RANK_DIR], "stop"), {"deadline": clock.now() + left_s})
+
+    Session.log = log  # type: ignore[method-assign]
 
 
 def raise_at(step: int, rank: int, kind: str) -> None:
