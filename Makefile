@@ -24,11 +24,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## the main job on this machine: train, be preempted, requeue, resume, finish, report
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
 
+# The others share one Slurm cluster, or take all cores themselves.
+FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu'
+
 test: setup test-packages ## every test, the real-Slurm ones included
-	$(PYTEST)
+	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) -m 'slurm or ranks or gpu' && exit $$fast
 
 test-fast: setup ## the tests that need no cluster and start no ranks
-	$(PYTEST) -m 'not slurm and not ranks and not gpu'
+	$(PYTEST) $(FAST)
 
 test-packages:
 	@slurm/install-packages || test $$? -eq 77

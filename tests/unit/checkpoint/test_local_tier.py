@@ -24,7 +24,9 @@ from clustertrain.checkpoint.manager import CheckpointManager, Local, Restored
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.writer import Write
 
-ENGINES = ("raw", "dcp", "torchsnapshot")
+# Processes that write for the other two import torch.
+SLOW = [pytest.param(name, marks=pytest.mark.ranks) for name in ("dcp", "torchsnapshot")]
+ENGINES = ["raw", *SLOW]
 ELEMENTS = 2_500_000  # three blocks
 
 
@@ -151,7 +153,10 @@ POINTS = ["while writing", "kept", "while copying", "written", "before the marke
 
 
 @pytest.mark.parametrize(
-    ("point", "engine"), [*((p, "raw") for p in POINTS), *(("while copying", e) for e in ENGINES[1:])]
+    ("point", "engine"), [
+        *((p, "raw") for p in POINTS),
+        *(pytest.param("while copying", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
+    ]
 )
 def test_another_writer_goes_on_between_the_tiers(
     make: Callable[..., CheckpointManager], root: Path, near: Path, point: str, engine: str

@@ -89,7 +89,9 @@ def copied(manager: CheckpointManager) -> bool:
     return manager.await_copies(lambda: clock.monotonic() < until)
 
 
-@pytest.mark.parametrize("engine", ["raw", "dcp", "torchsnapshot"])
+@pytest.mark.parametrize(
+    "engine", ["raw", *(pytest.param(name, marks=pytest.mark.ranks) for name in ("dcp", "torchsnapshot"))]
+)  # processes that write for the other two import torch
 def test_copies_are_the_same_and_a_run_comes_back_from_them(
     make: Callable[..., Any], root: Path, there: Path, told: list[Outcome], engine: str
 ) -> None:
