@@ -6,6 +6,7 @@ A group of its own, because a collective of the training loop in flight on the s
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +29,23 @@ class Ranks:
 
     def records(self, mine: bytes) -> list[bytes]:
         """``mine`` of every rank, in rank order, on every rank; as many bytes on each of them. One exchange."""
+        return self.exchange(mine)()
+
+    def exchange(self, mine: bytes) -> Callable[[], list[bytes]]:
+        """:meth:`records` that are on their way while something else is done; the returned call waits for them."""
         if self._group is None:
-            return [mine]
+            return lambda: [mine]
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         found = torch.empty(self.world_size * len(mine), dtype=torch.uint8)
-        dist.all_gather_into_tensor(found, sent, group=self._group)
-        data = found.numpy().tobytes()
-        return [data[at : at + len(mine)] for at in range(0, len(data), len(mine))]
+        work = dist.all_gather_into_tensor(found, sent, group=self._group, async_op=True)
+
+        def wait() -> list[bytes]:
+            assert work is not None and sent.numel() == len(mine)
+            work.wait()
+            data = found.numpy().tobytes()
+            return [data[at : at + len(mine)] for at in range(0, len(data), len(mine))]
+
+        return wait
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order, on rank 0; an empty list on the others."""

@@ -106,7 +106,7 @@ def reading(path: Path) -> Iterator[int | None]:
 
 def read(fd: int, offset: int, size: int) -> memoryview | None:
     """``size`` bytes from ``offset`` on, fewer at the end of the file. They lie in memory of this thread's and are gone
-    with its next call. None: the file system does not do it.
+    with its next call. None: the file system does not do it, or not here.
 
     Raises:
         OSError: as the file system says.
@@ -123,8 +123,10 @@ def read(fd: int, offset: int, size: int) -> memoryview | None:
                 raise
             return None
         done += got
-        if got == 0 or got % ALIGN:  # the end of the file
+        if first + done >= os.fstat(fd).st_size:
             break
+        if got == 0 or got % ALIGN:  # cut short where the file goes on: what follows is no place to begin again
+            return None
     return room[offset - first : max(offset - first, min(done, wanted))]
 
 
@@ -136,6 +138,7 @@ def _room(size: int) -> memoryview:
         made = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # of a kernel without them
             made.madvise(mmap.MADV_HUGEPAGE)
+        made.madvise(mmap.MADV_DONTFORK)  # open(2): not into memory that a fork shares meanwhile
         start = -ctypes.addressof(ctypes.c_char.from_buffer(made)) % _HUGE
         kept = _own.room = memoryview(made)[start : start + -(-size // _HUGE) * _HUGE]
     return kept[:size]

@@ -12,11 +12,11 @@ import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -31,9 +31,10 @@ from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
 from clustertrain.checkpoint.reader import Reader
 from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.segments import Segment
 from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.staging import Staging
-from clustertrain.checkpoint.state import collect
+from clustertrain.checkpoint.state import Block, collect
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.trouble import TooLate, Trouble, error, told
 from clustertrain.checkpoint.union import MARK_BYTES, Offer, Share, Union
@@ -43,6 +44,8 @@ from clustertrain.spec.places import is_url
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # while it waits, for how long it may
+_LATE = "it would not have been there before this process must end"
 PATIENCE_S = 600.0  # for the slowest rank's part, from when rank 0 has written its own
 FAILING_S = 600.0  # copies have failed for so long when nobody waits for them any more
 CPU = torch.device("cpu")
@@ -126,6 +129,15 @@ class _Flight:
         return None
 
 
+@dataclass(frozen=True)
+class _Offering:
+    """What this rank can give to a save, or why it cannot; ``records`` waits for the word of all ranks."""
+
+    offer: Offer | None
+    trouble: Trouble | None
+    records: Callable[[], list[bytes]]
+
+
 class CheckpointManager:
     """Checkpoints in ``root``. Its methods are collective, all ranks call them together, but for :meth:`poll` and
     :meth:`close`.
@@ -149,11 +161,13 @@ class CheckpointManager:
         about: Mapping[str, Any] | None = None,
         local: Local | None = None,
         remote: Remote | None = None,
+        until: Callable[[], float | None] = lambda: None,
         on_commit: Callable[[Saved], None] = lambda saved: None,
         on_copy: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first;
         ``sharers`` is the number of ranks on this machine;
+        ``until`` says when waiting ends, by the monotonic clock; it is asked again and again;
         ``on_copy`` on rank 0 when all of one is copied, and on a rank that could not copy its share. ``local`` and
         ``remote`` need ``background``."""
         self._root = root
@@ -164,6 +178,8 @@ class CheckpointManager:
         self._policy = policy
         self._engine = engine
         self._about = dict(about or {})
+        self._until = until
+        self._given_up = False
         self._on_commit = on_commit
         self._on_copy = on_copy
         self._remote = remote
@@ -189,7 +205,8 @@ class CheckpointManager:
 
     def reserve(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None = None) -> None:
         """Make room for a save of ``state`` ahead of the first one, beside what goes on."""
-        share, *_ = self._share(state, rank_state or {}, f"{self._root}: nothing can be saved")
+        offering = self._offer(state, rank_state or {})
+        share, *_ = self._agreed(offering, state, f"{self._root}: nothing can be saved")
         for staging in self._stagings:
             try:
                 staging.reserve(share.blocks)
@@ -207,17 +224,13 @@ class CheckpointManager:
         reason: Reason = "interval",
         metric: Metric | None = None,
         wait: bool = False,
-        until: float | None = None,
     ) -> Saved | None:
         """Begin to save, and with ``wait`` see it committed; returns what was saved then. Waits for an earlier save
         that is still under way and has the memory that this one needs. A committed checkpoint of the same step is
         replaced only by a committed one.
 
-        Args:
-            until: when waiting ends, by the monotonic clock.
-
         Raises:
-            TooLate: on every rank, when waiting has ended so. Nothing is known to be committed.
+            TooLate: on every rank, when the time to wait was over. Nothing is known to be committed.
             StorageError: on every rank, when any of them could not write, this time or the last. Nothing was committed
                 then, and the older checkpoints are as they were.
             CheckpointError: likewise, where the state is one that cannot be saved.
@@ -225,7 +238,7 @@ class CheckpointManager:
         started = clock.monotonic()
         while len(self._flights) >= self._most_flights:
             try:
-                self._land(until)
+                self._land()
             except TooLate:
                 raise
             except CheckpointError as e:  # on all ranks alike
@@ -233,21 +246,28 @@ class CheckpointManager:
                     raise
                 log.warning("%s; what is saved now matters more", e)
         points.reached("before staging", self._ranks.rank)
-        share, own, token = self._share(state, rank_state or {}, _failure(self._root, step), step)
-        folder = _folder_of_save(self._root, step, self._attempt, token)
         number = self._saves % len(self._stagings)
         self._saves += 1
-        for before in self._flights:
-            if before.staging is self._stagings[number]:
-                self._await(before, lambda: before.kept or before.written is not None, until)  # noqa: B023
+        staging = self._stagings[number]
+        taken = not self._is_free(staging)
+        offering = self._offer(state, rank_state or {}, step)
+        # The ranks tell each other while they copy: what each has to write is what it wrote the last time, as a rule.
+        expected = None if offering.offer is None or taken else self._union.expected(offering.offer)
+        staged = self._fill(staging, expected) if expected is not None else None
+        share, token, as_expected = self._agreed(offering, state, _failure(self._root, step), step)
+        if taken:
+            staged = Trouble(why=_LATE, of="deadline")
+        elif staged is None or not as_expected:
+            staged = self._fill(staging, share.blocks)
+        folder = _folder_of_save(self._root, step, self._attempt, token)
         write = Write(
             step=step,
             folder=str(folder),
             rank=self._ranks.rank,
             engine=self._engine,
             memory=number,
-            segments=[],
-            own=own,
+            segments=staged if isinstance(staged, list) else [],
+            own=offering.offer.collected.own if offering.offer is not None else None,
             # What a stop or the end waits for goes where it counts.
             local=str(near.folder_of(self._near_root, folder.name)) if self._near_root and not wait else "",
         )
@@ -268,30 +288,37 @@ class CheckpointManager:
                 policy=self._policy,
                 patience_s=PATIENCE_S,
             )
-        flight = _Flight(write, commit, self._stagings[number], started, 0.0)
+        flight = _Flight(write, commit, staging, started, 0.0)
         self._flights.append(flight)
-        self._stage(flight, share)
-        flight.stall_s = clock.monotonic() - started
-        if not (wait or isinstance(self._worker, Inline)):
-            return None
-        return self.settle(until)
-
-    def _stage(self, flight: _Flight, share: Share) -> None:
-        points.reached("while staging", self._ranks.rank)
-        try:
-            segments = flight.staging.fill(share.blocks)
-        except OSError as e:  # told to the others when they land
-            flight.written = Outcome(step=flight.step, of="write", ended=clock.monotonic(), trouble=told(e))
-            if flight.commit is not None:
-                flight.committed = flight.written
-            return
-        flight.write.segments.extend(segments)
-        points.reached("staged", self._ranks.rank)
-        if flight.staging.asynchronous:
-            flight.sending = threading.Thread(target=self._send, args=(flight,))
+        if isinstance(staged, Trouble):  # told to the others when they land
+            self._failed(flight, staged)
+        elif staging.asynchronous:
+            flight.sending = threading.Thread(target=self._send, args=(flight,), daemon=True)
             flight.sending.start()
         else:
             self._send(flight)
+        flight.stall_s = clock.monotonic() - started
+        if not (wait or isinstance(self._worker, Inline)):
+            return None
+        return self.settle()
+
+    def _is_free(self, staging: Staging) -> bool:
+        """Wait until nothing in the memory is needed any more; False: it was still in use at the deadline."""
+        free = True
+        for before in self._flights:
+            if before.staging is staging:
+                self._await(before, lambda: before.kept or before.written is not None)  # noqa: B023
+                free = free and (before.kept or not _is_late(before.written))
+        return free
+
+    def _fill(self, staging: Staging, blocks: Sequence[Block]) -> list[Segment] | Trouble:
+        points.reached("while staging", self._ranks.rank)
+        try:
+            segments = staging.fill(blocks)
+        except OSError as e:
+            return told(e)
+        points.reached("staged", self._ranks.rank)
+        return segments
 
     def _send(self, flight: _Flight) -> None:
         try:
@@ -301,10 +328,9 @@ class CheckpointManager:
             if flight.commit is not None and flight.committed is None:
                 self._worker.submit(flight.commit, None)
         except Exception as e:  # also of a thread: nobody would hear of it, and wait for an answer for ever
-            self._failed(flight, f"{type(e).__name__}: {e}")
+            self._failed(flight, Trouble(why=f"{type(e).__name__}: {e}", of="storage"))
 
-    def _failed(self, flight: _Flight, why: str, of: Literal["storage", "deadline"] = "storage") -> None:
-        trouble = Trouble(why=why, of=of)
+    def _failed(self, flight: _Flight, trouble: Trouble) -> None:
         failed = Outcome(step=flight.step, of="write", ended=clock.monotonic(), trouble=trouble)
         flight.written = flight.written or failed
         if flight.commit is not None:
@@ -315,7 +341,7 @@ class CheckpointManager:
         """Saves of which this rank does not know the outcome."""
         return sum(not flight.answered() for flight in self._flights)
 
-    def settle(self, until: float | None = None) -> Saved | None:
+    def settle(self) -> Saved | None:
         """Wait until every save is committed; returns the last one.
 
         Raises:
@@ -323,24 +349,30 @@ class CheckpointManager:
         """
         saved = None
         while self._flights:
-            saved = self._land(until)
+            saved = self._land()
         return saved
 
-    def _land(self, until: float | None = None) -> Saved:
+    def _land(self) -> Saved:
         """Bring the oldest flight to its end, on all ranks alike."""
         flight = self._flights[0]
-        self._await(flight, lambda: flight.written is not None, until)
+        self._await(flight, lambda: flight.written is not None)
         trouble = flight.written.trouble if flight.written is not None else None
         troubles = self._ranks.troubles(trouble)
         if troubles and flight.commit is not None:
             self._worker.abandon(flight.step)
-        self._await(flight, flight.answered, until)
+        self._await(flight, flight.answered)
         self._flights.popleft()
         failure = _failure(self._root, flight.step)
-        if troubles:
-            self._on_rank_0(lambda: shutil.rmtree(flight.write.folder, ignore_errors=True), failure)
-            raise error(failure, troubles)
-        size, save_s = self._on_rank_0(lambda: _committed(flight), failure)
+        try:
+            if troubles:
+                # At the deadline there is no time to delete many files; the next restore has it.
+                late = any(t.of == "deadline" for t in troubles)
+                self._on_rank_0(lambda: _discard(Path(flight.write.folder), delete=not late), failure)
+                raise error(failure, troubles)
+            size, save_s = self._on_rank_0(lambda: _committed(flight), failure)
+        except TooLate:
+            self._given_up = True
+            raise
         saved = self._saved(flight, size, save_s)
         self._tell(saved)
         return saved
@@ -368,27 +400,29 @@ class CheckpointManager:
     def close(self, timeout_s: float = 0.0, *, over: bool = False) -> None:
         """Let the process that writes go when it is done; wait for it that long, so that what it does is not cut off by
         the end of the job. ``over``: nobody will restore what is on the node's own disk."""
-        until = clock.monotonic() + timeout_s
+        until = clock.monotonic() + (0.0 if self._given_up else timeout_s)
         while self._flights and not self._flights[-1].answered() and (left := until - clock.monotonic()) > 0:
             self._take(left)
         for flight in self._flights:
             if flight.sending is not None:
-                flight.sending.join()  # it reads the memory
+                flight.sending.join(0.0 if self._given_up else None)
         self.poll()
         self._worker.close()
         for staging in self._stagings:
-            staging.close()
+            if not any(f.staging is staging and f.sending is not None and f.sending.is_alive() for f in self._flights):
+                staging.close()
         if over and self._local is not None and self._local.first and self._near_root is not None:
             near.remove(self._near_root)
 
-    def _await(self, flight: _Flight, done: Callable[[], bool], until: float | None = None) -> None:
-        if flight.sending is not None:
-            flight.sending.join()
+    def _await(self, flight: _Flight, done: Callable[[], bool]) -> None:
         while not done():
-            left = None if until is None else until - clock.monotonic()
-            if left is not None and left <= 0:
+            until = self._until()
+            left = LOOK_S if until is None else min(LOOK_S, until - clock.monotonic())
+            if left <= 0:
                 self._worker.abandon(flight.step)
-                self._failed(flight, "it would not have been there before this process must end", "deadline")
+                self._failed(flight, Trouble(why=_LATE, of="deadline"))
+            elif flight.sending is not None and flight.sending.is_alive():
+                flight.sending.join(left)
             elif not self._take(left) and not self._worker.alive:
                 self._again(WriterDied("the process that writes checkpoints is gone"))
 
@@ -452,13 +486,10 @@ class CheckpointManager:
                 flight.retried = True
                 self._send(flight)
                 continue
-            self._failed(flight, f"{e}, twice")
+            self._failed(flight, Trouble(why=f"{e}, twice", of="storage"))
 
-    def _share(
-        self, state: Mapping[str, Any], rank_state: Mapping[str, Any], failure: str, step: int | None = None
-    ) -> tuple[Share, Any, bytes]:
-        """What this rank writes, and the JSON values of its own; with a ``step`` also the token of a folder for it. All
-        that the ranks tell each other for that goes in one exchange, where all of them hold the same things."""
+    def _offer(self, state: Mapping[str, Any], rank_state: Mapping[str, Any], step: int | None = None) -> _Offering:
+        """Begin to tell the others what this rank holds; with a ``step`` there is a folder for it afterwards."""
         trouble, offer, token = None, None, secrets.token_bytes(_TOKEN_BYTES)
         try:
             offer = Offer(collect(state, rank_state, self._ranks.rank))
@@ -467,16 +498,25 @@ class CheckpointManager:
         except (OSError, CheckpointError) as e:
             trouble = told(e)
         mark = offer.mark if offer is not None and trouble is None else bytes(MARK_BYTES)
-        records = self._ranks.records(bytes([trouble is not None]) + token + mark)
+        records = self._ranks.exchange(bytes([trouble is not None]) + token + mark)
+        return _Offering(offer, trouble, records)
+
+    def _agreed(
+        self, offering: _Offering, state: Mapping[str, Any], failure: str, step: int | None = None
+    ) -> tuple[Share, bytes, bool]:
+        """What this rank writes, the token of the folder, and whether nobody holds anything new. Where all ranks hold
+        the same things, what was begun is all that they have to tell each other."""
+        records = offering.records()
         token = records[0][1 : 1 + _TOKEN_BYTES]
-        if offer is None or any(r[0] for r in records):
-            troubles = self._ranks.troubles(trouble)
+        if offering.offer is None or any(r[0] for r in records):
+            troubles = self._ranks.troubles(offering.trouble)
             if step is not None and self._ranks.rank == 0:
                 shutil.rmtree(_folder_of_save(self._root, step, self._attempt, token), ignore_errors=True)
             raise error(failure, troubles)
         optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
-        share = self._union.share(offer, [r[1 + _TOKEN_BYTES :] for r in records], optimizers)
-        return share, offer.collected.own, token
+        marks = [r[1 + _TOKEN_BYTES :] for r in records]
+        known = self._union.agrees(marks)
+        return self._union.share(offering.offer, marks, optimizers), token, known
 
     def _on_rank_0(self, act: Callable[[], Any], failure: str) -> Any:
         """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""
@@ -527,12 +567,12 @@ class CheckpointManager:
         skipped: list[dict[str, Any]] = []
         for step, is_here in reversed(found):
             folder: Folder = index.step_folder(self._root, step) if is_here else index.step_folder(self._behind(), step)
-            trouble, manifest, other_objects = None, None, None
+            trouble, manifest, reader, other_objects = None, None, None, None
             try:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
                 nearer = near.Near(self._near_root, manifest.made_in) if self._near_root is not None else None
-                reader = Reader(folder, manifest, nearer, begin_at=self._ranks.rank / self._ranks.world_size)
+                reader = Reader(folder, manifest, self._ranks, nearer)
                 finish = reader.load(state)
                 same_world = manifest.world_size == self._ranks.world_size
                 rank_state = reader.rank_state(self._ranks.rank) if same_world else None
@@ -540,7 +580,13 @@ class CheckpointManager:
                 trouble = told(e)
             except CheckpointError as e:  # the other ranks must hear of it: they wait for this one's word
                 trouble, other_objects = Trouble(why=e.message, of="objects"), e
-            troubles = self._ranks.troubles(trouble)
+            try:
+                troubles = self._ranks.troubles(trouble)
+                if not troubles and reader is not None:
+                    troubles = self._ranks.troubles(_completed(reader))
+            finally:
+                if reader is not None:
+                    reader.close()
             if not troubles:
                 finish()
                 self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
@@ -598,14 +644,31 @@ class CheckpointManager:
             else:  # killed between the two renames of writer.publish
                 old.rename(final)
         for staging in self._root.glob(".step-*"):
-            # A writer that has outlived its rank may be at work in it, and even commit it: under another name it is out
-            # of its reach as a whole, or not there any more.
-            away = staging.with_name(f".swept{staging.name}")
-            with suppress(FileNotFoundError):
-                staging.rename(away)
-            shutil.rmtree(away, ignore_errors=True)
+            _discard(staging)
         for rest in self._root.glob(".swept.step-*"):
             shutil.rmtree(rest, ignore_errors=True)
+
+
+def _completed(reader: Reader) -> Trouble | None:
+    try:
+        reader.complete()
+    except (Damaged, StorageError) as e:
+        return told(e)
+    return None
+
+
+def _discard(folder: Path, *, delete: bool = True) -> None:
+    """Of a save that was not committed. A writer may be at work in it, and even commit it: under another name it is out
+    of its reach as a whole, or not there any more."""
+    away = folder.with_name(f".swept{folder.name}")
+    with suppress(FileNotFoundError):
+        folder.rename(away)
+    if delete:
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _is_late(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.trouble is not None and outcome.trouble.of == "deadline"
 
 
 def _failure(root: Path, step: int) -> str:

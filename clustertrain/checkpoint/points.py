@@ -2,7 +2,8 @@
 for a resume.
 
 ``CLUSTERTRAIN_FAULT_AT=point:rank:n:what``: the process of ``rank`` that comes to the point for the ``n``-th time gets
-the signal that ``what`` names (KILL, STOP), or meets that failure of the file system (ENOSPC, EIO, …).
+the signal that ``what`` names (KILL, STOP), or meets that failure of the file system (ENOSPC, EIO, …). ORPHAN: its
+parent is killed, the rank that a process writes for.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def reached(point: str, rank: int) -> None:
         return
     if what in ("KILL", "STOP"):
         os.kill(os.getpid(), signal.Signals[f"SIG{what}"])
+        return
+    if what == "ORPHAN":
+        os.kill(os.getppid(), signal.SIGKILL)
         return
     number = getattr(errno, what)
     raise OSError(number, os.strerror(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -13,42 +14,48 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint import state as objects
-from clustertrain.checkpoint import tree
+from clustertrain.checkpoint import together, tree
+from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.blocks import overlap, read_into, span, strides_of
-from clustertrain.checkpoint.integrity import BLOCK_BYTES
+from clustertrain.checkpoint.integrity import BLOCK_BYTES, aligned
 from clustertrain.checkpoint.local import Near
-from clustertrain.checkpoint.manifest import Damaged, Manifest, ShardRecord, TensorRecord
-from clustertrain.checkpoint.source import Folder, RemoteFolder, kept_open
+from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, ShardRecord, TensorRecord
+from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 Finish = Callable[[], None]
 # Reads under way at once. They wait for the disk more than for each other: reading and hashing leave Python's lock.
 _THREADS = 4
 _FAR_THREADS = 16  # a store answers each request late, and many at a time
-_STRETCHES = 16  # of what is shared, each for one thread
 _PIECE_BYTES = 8 * BLOCK_BYTES  # of a large shard, for one thread
 
 
 class Reader:
     """One committed checkpoint."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, near: Near | None = None, *, begin_at: float = 0.0) -> None:
-        """``near`` is asked for bytes before ``folder`` is. What all ranks of a machine need they begin to read in
-        different places, at the fraction ``begin_at`` of it: what one has read the others find in memory."""
+    def __init__(
+        self, folder: Folder, manifest: Manifest, ranks: Ranks | None = None, near: Near | None = None
+    ) -> None:
+        """``near`` is asked for bytes before ``folder`` is. Without ``ranks`` this process reads by itself."""
         self._folder = folder
         self._near = near
         self._manifest = manifest
+        self._ranks = ranks or Ranks()
         self._tensors = {t.name: t for t in manifest.tensors}
-        self._pool: ThreadPoolExecutor | None = None
+        self._chunks = together.Chunks(manifest) if self._ranks.world_size > 1 else None
+        self._wanted: dict[int, together.Wanted] = {}
+        far = isinstance(folder, RemoteFolder)
+        self._pool = ThreadPoolExecutor(_FAR_THREADS if far else min(_THREADS, os.cpu_count() or 1), "restore")
         self._reading: list[Future[None]] = []
-        self._begin_at = begin_at
-        self._shared: list[tuple[str, int, Callable[[], None]]] = []
 
     def load(self, state: dict[str, Any]) -> Finish:
-        """Fill the modules of ``state`` in place and read the rest beside it; the returned call puts that in force.
+        """Begin to fill the modules of ``state`` in place, and to read the rest beside it; :meth:`complete` comes next,
+        and the returned call then puts all that in force.
 
-        In two parts, because the ranks must agree that every byte was good before any object takes the new state. A
-        module that was half filled is filled again from the next checkpoint, or the run ends.
+        In parts, because the ranks must agree that every byte was good before any object takes the new state. A module
+        that was half filled is filled again from the next checkpoint, or the run ends.
 
         Raises:
             Damaged: bytes missing or altered.
@@ -62,31 +69,47 @@ class Reader:
             )
         names = objects.parameter_names(state)
         todo: list[Finish] = []
-        far = isinstance(self._folder, RemoteFolder)
-        pool = self._pool = ThreadPoolExecutor(_FAR_THREADS if far else min(_THREADS, os.cpu_count() or 1), "restore")
-        try:
-            for key, value in state.items():
-                if isinstance(value, nn.Module):
-                    todo.append(self._load_module(key, value))
-                elif isinstance(value, torch.optim.Optimizer):
-                    todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
-                else:
-                    todo.append(self._load_other(key, value, state))
-            self._all_read()
-        finally:
-            pool.shutdown(cancel_futures=True)  # after an error the rest is not worth reading
-            self._pool = None
+        for key, value in state.items():
+            if isinstance(value, nn.Module):
+                todo.append(self._load_module(key, value))
+            elif isinstance(value, torch.optim.Optimizer):
+                todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
+            else:
+                todo.append(self._load_other(key, value, state))
         return lambda: _call_all(todo)
 
+    def complete(self) -> None:
+        """Collective, once :meth:`load` has gone well on all ranks. Where it raises on one, the others return.
+
+        Raises:
+            Damaged: bytes missing or altered.
+        """
+        rest, shared = set(self._wanted), set[int]()
+        if self._chunks is not None:
+            try:
+                rest = together.read(self._ranks, self._chunks, self._wanted, self._fetch, self._pool)
+            except together.CannotShare as e:
+                log.warning("the ranks of a node cannot see each other's memory, so each reads for itself: %s", e)
+                shared = rest
+        for c in rest:
+            self._begin(functools.partial(self._take_alone, self._wanted[c], alone=c not in shared))
+        self._all_read()
+
+    def close(self) -> None:
+        """What is still being read is not waited for, but for what has begun."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, chunk: together.Chunk, memory: memoryview) -> None:
+        self._read_into(memory, chunk.shard, chunk.low, alone=True)
+
+    def _take_alone(self, wanted: together.Wanted, *, alone: bool) -> None:
+        memory = _scratch(wanted.chunk.nbytes).numpy().data
+        self._read_into(memory, wanted.chunk.shard, wanted.chunk.low, alone=alone)
+        for take in wanted.takes:
+            take(memory)
+
     def _all_read(self) -> None:
-        """Read what is shared, and wait for all that is being read. Raises the first failure."""
-        # As the files have it and not as the objects do, or the kernel does not read ahead.
-        shared, self._shared = sorted(self._shared, key=lambda s: s[:2]), []
-        first = int(self._begin_at * len(shared))
-        shared = shared[first:] + shared[:first]
-        length = max(1, -(-len(shared) // _STRETCHES))
-        for at in range(0, len(shared), length):
-            self._begin(functools.partial(_one_by_one, [read for *_, read in shared[at : at + length]]))
+        """Wait for all that is being read. Raises the first failure."""
         reading, self._reading = self._reading, []
         for piece in reading:
             piece.result()
@@ -106,15 +129,14 @@ class Reader:
         """All of a tensor, there when this returns."""
         record = self._record(name)
         tensor = torch.empty(record.shape, dtype=objects.dtype_of(record.dtype))
-        others = self._reading, self._shared
-        self._reading, self._shared = [], []
-        self._fill(objects.block(name, "other", tensor))
+        others, self._reading = self._reading, []
+        self._fill(objects.block(name, "other", tensor), now=True)
         self._all_read()
-        self._reading, self._shared = others
+        self._reading = others
         return tensor
 
-    def _fill(self, block: objects.Block) -> None:
-        """Begin to fill ``block.local``; :meth:`_all_read` sees the end of it."""
+    def _fill(self, block: objects.Block, *, now: bool = False) -> None:
+        """Begin to fill ``block.local``; :meth:`complete` sees the end of it, or with ``now`` :meth:`_all_read`."""
         record = self._record(block.name)
         if record.shape != block.shape:
             raise CheckpointError(
@@ -122,59 +144,81 @@ class Reader:
                 fix="was the model changed?",
             )
         filled = 0
-        for shard in record.shards:
+        for n, shard in enumerate(record.shards):
             common = overlap(shard.start, shard.shape, block.start, block.local.shape)
-            if common is not None:
-                self._fill_part(block, record, shard, *common)
-                filled += block.local[common[1]].numel()
+            if common is None:
+                continue
+            there, here = common
+            filled += block.local[here].numel()
+            # Of copies the other ranks need all, of what lies apart what is between, of half a block the other half.
+            low, high, dense = span(there, shard.shape)
+            low, high = low * record.itemsize, high * record.itemsize
+            alone = self._chunks is None or (block.only and dense and aligned(low, high, shard.nbytes) == (low, high))
+            if alone or now or not together.fits(record, shard):
+                self._read_part(block.local.detach(), record, shard, there, here, alone=alone)
+            else:
+                self._share_part(block.local.detach(), record, n, there, here)
         if filled != block.local.numel():
             raise Damaged(f"{self._folder}: {block.name} is not there as a whole")
 
-    def _fill_part(
+    def _share_part(
+        self, local: torch.Tensor, record: TensorRecord, n: int, there: tuple[slice, ...], here: tuple[slice, ...]
+    ) -> None:
+        """Take the part ``there`` of shard number ``n`` from what this node's ranks read together."""
+        assert self._chunks is not None
+        shape, dtype = record.shards[n].shape, objects.dtype_of(record.dtype)
+        ahead = here[0].start - there[0].start
+        for chunk, first, stop in self._chunks.of(record, n, there[0].start, there[0].stop):
+            into = local[(slice(first + ahead, stop + ahead), *here[1:])]
+            begins = span((slice(first, stop), *there[1:]), shape)[0] - chunk.low // record.itemsize
+            take = functools.partial(_take, into, dtype, strides_of(shape), begins)
+            self._wanted.setdefault(chunk.number, together.Wanted(chunk)).takes.append(take)
+
+    def _read_part(
         self,
-        block: objects.Block,
+        local: torch.Tensor,
         record: TensorRecord,
         shard: ShardRecord,
         there: tuple[slice, ...],
         here: tuple[slice, ...],
+        *,
+        alone: bool,
     ) -> None:
-        """Read the part ``there`` of a shard into the part ``here`` of a block: where both are in one piece, straight
-        into its memory."""
-        size, local = record.itemsize, block.local.detach()
+        """Begin to read the part ``there`` of a shard into the part ``here`` of a tensor: where both are in one piece,
+        straight into its memory."""
+        size = record.itemsize
         low, _, dense = span(there, shard.shape)
         first, last, straight = span(here, tuple(local.shape))
         plain = local.device.type == "cpu" and local.is_contiguous() and local.dtype == objects.dtype_of(record.dtype)
         if dense and straight and plain:
             memory = local.reshape(-1)[first:last].view(torch.uint8).numpy().data
             for at in range(0, len(memory), _PIECE_BYTES):
-                piece, begins = memory[at : at + _PIECE_BYTES], low * size + at
-                if block.only:
-                    self._begin(functools.partial(self._read_into, piece, shard, begins, alone=True))
-                else:
-                    self._share(shard, begins, functools.partial(self._read_into, piece, shard, begins))
+                piece = memory[at : at + _PIECE_BYTES]
+                self._begin(functools.partial(self._read_into, piece, shard, low * size + at, alone=alone))
             return
         if not local.dim():
-            self._share(shard, low * size, functools.partial(self._read_apart, local, record, shard, there))
+            self._begin(functools.partial(self._read_apart, local, record, shard, there, alone=alone))
             return
         rows = max(1, _PIECE_BYTES // (strides_of(shard.shape)[0] * size))
         for row in range(0, there[0].stop - there[0].start, rows):
             from_there = slice(there[0].start + row, min(there[0].start + row + rows, there[0].stop))
             to_here = slice(here[0].start + row, min(here[0].start + row + rows, here[0].stop))
-            part = (from_there, *there[1:])
-            read = functools.partial(self._read_apart, local[(to_here, *here[1:])], record, shard, part)
-            self._share(shard, span(part, shard.shape)[0] * size, read)
-
-    def _share(self, shard: ShardRecord, begins: int, read: Callable[[], None]) -> None:
-        """Other ranks of this machine may need the same bytes."""
-        self._shared.append((shard.file, shard.offset + begins, read))
+            into, part = local[(to_here, *here[1:])], (from_there, *there[1:])
+            self._begin(functools.partial(self._read_apart, into, record, shard, part, alone=alone))
 
     def _read_apart(
-        self, into: torch.Tensor, record: TensorRecord, shard: ShardRecord, there: tuple[slice, ...]
+        self,
+        into: torch.Tensor,
+        record: TensorRecord,
+        shard: ShardRecord,
+        there: tuple[slice, ...],
+        *,
+        alone: bool,
     ) -> None:
         """Read all from the first to the last byte of ``there``, and copy from that."""
         low, high, _ = span(there, shard.shape)
         data = _scratch((high - low) * record.itemsize)
-        self._read_into(data.numpy().data, shard, low * record.itemsize)
+        self._read_into(data.numpy().data, shard, low * record.itemsize, alone=alone)
         flat = data.view(objects.dtype_of(record.dtype))
         into.copy_(flat.as_strided(tuple(into.shape), strides_of(shard.shape)))
 
@@ -183,10 +227,7 @@ class Reader:
             read_into(into, self._folder, shard, low, alone=alone)
 
     def _begin(self, read: Callable[[], None]) -> None:
-        if self._pool is None:
-            read()
-        else:
-            self._reading.append(self._pool.submit(read))
+        self._reading.append(self._pool.submit(read))
 
     # -- objects
 
@@ -266,30 +307,31 @@ class Reader:
             )
         return [saved[m.pop() or 0] if m else None for m in matches]
 
-    def _like(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """The saved state ``name`` of parameter ``p``, laid out as ``p`` is where it has its shape."""
+    def _like(self, p: torch.Tensor, name: str, kind: Kind = "optimizer") -> torch.Tensor:
+        """The saved ``name`` that belongs to ``p``, laid out as ``p`` is where it has its shape."""
         record = self._record(name)
         dtype = objects.dtype_of(record.dtype)
         if record.shape == tuple(p.shape):
             tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)  # a DTensor where p is one
         else:
             tensor = torch.empty(record.shape, dtype=dtype)
-        self._fill(objects.block(name, "optimizer", tensor))
+        self._fill(objects.block(name, kind, tensor))
         return tensor
 
     def _load_other(self, key: str, value: Any, state: dict[str, Any]) -> Finish:
+        if isinstance(value, torch.Tensor):
+            like = functools.partial(self._like, value, kind="other")
+            content = tree.decode(self._manifest.values[key], like, self._whole)
+            return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
         content = tree.decode(self._manifest.values[key], self._whole)
         if objects.is_stateful(value):
             return lambda: value.load_state_dict(content)
-        if isinstance(value, torch.Tensor):
-            return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
         return lambda: state.__setitem__(key, content)
 
 
-def _one_by_one(reads: list[Callable[[], None]]) -> None:
-    with kept_open():
-        for read in reads:
-            read()
+def _take(into: torch.Tensor, dtype: torch.dtype, strides: list[int], begins: int, memory: memoryview) -> None:
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+    into.copy_(flat.as_strided(tuple(into.shape), strides, begins))
 
 
 _own = threading.local()

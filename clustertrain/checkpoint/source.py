@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -186,9 +185,6 @@ def folder_at(name: str) -> Folder:
     return RemoteFolder(name) if is_url(name) else Path(name)
 
 
-_kept = threading.local()
-
-
 @contextmanager
 def opened(path: Folder) -> Iterator[Pread]:
     """A file, to read parts of it.
@@ -199,27 +195,8 @@ def opened(path: Folder) -> Iterator[Pread]:
     if isinstance(path, RemoteFolder):
         yield path.pread
         return
-    files: dict[Path, int] | None = getattr(_kept, "files", None)
-    fd = files.pop(path) if files is not None and path in files else os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
         yield lambda into, offset: os.preadv(fd, [into], offset)
-    except BaseException:
-        os.close(fd)
-        raise
-    if files is not None:
-        files[path] = fd
-    else:
-        os.close(fd)
-
-
-@contextmanager
-def kept_open() -> Iterator[None]:
-    """Meanwhile what this thread has :func:`opened` stays open: how far the kernel reads ahead of what is asked for it
-    remembers by open file."""
-    _kept.files = {}
-    try:
-        yield
     finally:
-        for fd in _kept.files.values():
-            os.close(fd)
-        del _kept.files
+        os.close(fd)

@@ -68,21 +68,20 @@ def block(name: str, kind: Kind, value: torch.Tensor) -> Block:
     if not is_dtensor(value):
         return Block(name, kind, tuple(value.shape), (0,) * value.dim(), value.detach(), "equal")
     mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
-    place = _place(mesh, tuple(placements), value.shape)
+    place = _place(mesh, tuple(mesh.get_coordinate()), tuple(placements), value.shape)
     with torch.no_grad():  # else the shard is made by a function of autograd's
         local = value.to_local().detach()  # type: ignore[attr-defined]
     return Block(name, kind, tuple(value.shape), local=local, held="shard", **place)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _place(mesh: Any, placements: tuple[Any, ...], shape: torch.Size) -> dict[str, Any]:
+def _place(mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: torch.Size) -> dict[str, Any]:
     """What a block has of how its tensor is laid out. It takes longer to find out than a small shard takes to copy."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
-    coordinate = mesh.get_coordinate()
     replica = any(c > 0 for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    only = all(p.is_shard() for p in placements)
+    only = not any(p.is_replicate() or p.is_partial() for p in placements)  # is_shard() knows no strided ones
     return {"start": tuple(start), "root": int(mesh.mesh.min()), "replica": replica, "only": only}
 
 

@@ -29,6 +29,8 @@ def told(e: OSError | CheckpointError) -> Trouble:
         return Trouble(why=str(e), of="full" if e.errno in FULL else "storage")
     if isinstance(e, StorageError):
         return Trouble(why=e.message, of="full" if e.full else "storage")
+    if isinstance(e, TooLate):
+        return Trouble(why=e.message, of="deadline")
     return Trouble(why=e.message, of="state")
 
 

@@ -59,9 +59,22 @@ class Union:
             self._chosen = self._choose(offer, holding)
             self._holding = holding
         values = self._values(offer.collected.values, [mark[_DIGEST_BYTES:] for mark in marks], optimizers)
-        blocks = offer.collected.blocks
-        mine = [b for b in blocks if not b.replica and self._chosen[b.name] == _writes_as(b, self._ranks.rank)]
-        return Share([*mine, *offer.collected.private], values)
+        return Share(self._blocks(offer), values)
+
+    def expected(self, offer: Offer) -> list[Block] | None:
+        """What this rank will write if no rank holds anything else than the last time; None: this one does."""
+        if not self._holding or self._holding[self._ranks.rank] != offer.mark[:_DIGEST_BYTES]:
+            return None
+        return self._blocks(offer)
+
+    def agrees(self, marks: Sequence[bytes]) -> bool:
+        """Whether no rank holds anything else than the last time."""
+        return [mark[:_DIGEST_BYTES] for mark in marks] == self._holding
+
+    def _blocks(self, offer: Offer) -> list[Block]:
+        blocks, rank = offer.collected.blocks, self._ranks.rank
+        mine = [b for b in blocks if not b.replica and self._chosen[b.name] == _writes_as(b, rank)]
+        return [*mine, *offer.collected.private]
 
     def _choose(self, offer: Offer, holding: Sequence[bytes]) -> dict[str, int]:
         kinds = _kinds(holding)

@@ -53,13 +53,16 @@ class Keeping:
         threads: int,
         result: RankResult,
         event: Callable[..., None],
+        deadline: Callable[[], float | None],
     ) -> None:
+        """``deadline`` says by when the process must have ended (UTC epoch s), once somebody has said so."""
         self._context = context
         self._groups = groups
         self._folder = folder or (context.run.checkpoints if context.run else None)
         self._threads = threads
         self._result = result
         self._event = event
+        self._deadline = deadline
         self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
         self._interval: Interval | None = None
         self._asked = False
@@ -103,6 +106,7 @@ class Keeping:
             about=self._about(),
             local=self._local(asked),
             remote=self._remote(asked, policy),
+            until=self._until,
             on_commit=self._committed,
             on_copy=self._copied,
         )
@@ -200,10 +204,14 @@ class Keeping:
         state: dict[str, Any],
         reason: Reason,
         newest: Mapping[str, Any],
-        until: float | None = None,
     ) -> None:
-        """Collective. On the way in the background; at the end until it is committed. ``newest`` are the scalars that
-        were logged last."""
+        """Collective. On the way in the background; at a stop and at the end until it is committed. ``newest`` are the
+        scalars that were logged last.
+
+        Raises:
+            TooLate: the process must end before that, on all ranks.
+            StorageError, CheckpointError: on all ranks, for what any could not save.
+        """
         if self._manager is None:
             return
         metric = None
@@ -212,7 +220,7 @@ class Keeping:
             number = isinstance(value, (int, float)) and math.isfinite(value)
             metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
         rank_state, wait = self._rank_state(), reason != "interval"
-        self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait, until=until)
+        self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)
         self._asked = False
         if self._interval is not None:
             self._interval.begun()
@@ -246,30 +254,26 @@ class Keeping:
         wait."""
         return self._manager is not None and self._manager.poll()
 
-    def stop(
-        self, step: int, state: dict[str, Any], newest: Mapping[str, Any], deadline: float | None, *, save: bool
-    ) -> None:
-        """Collective: ``save`` before the process must end, and wait for what is under way, but no longer than leaves
-        time for an orderly end. ``deadline`` is in UTC epoch s."""
-        until = None if deadline is None else clock.monotonic() + deadline - clock.now() - ORDERLY_END_S
-        try:
-            if save:
-                self.save(step, state, "stop", newest, until)
-            if self._manager is not None:
-                self._manager.settle(until)
-        except TooLate as e:
-            self._event("save_given_up", step=step, why=e.message)
-            log.warning("%s; the run goes on from step %s", e.message, self._result.committed_step or 0)
-
     def settle(self) -> None:
-        """Collective: wait for the saves under way. Raises on all ranks what went wrong on any."""
+        """Collective: wait for the saves under way. Raises as :meth:`save`."""
         if self._manager is not None:
             self._manager.settle()
 
-    def too_late(self, deadline: float | None) -> bool:
+    def _until(self) -> float | None:
+        """When waiting for a save must end, so that there is time for an orderly end."""
+        deadline = self._deadline()
+        return None if deadline is None else clock.monotonic() + deadline - clock.now() - ORDERLY_END_S
+
+    def given_up(self, step: int, e: TooLate) -> None:
+        """Say that what should have been saved is not."""
+        self._event("save_given_up", step=step, why=e.message)
+        log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
+
+    def too_late(self) -> bool:
         """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under
         way. The newest committed checkpoint then stands; a save that is killed half way would not change that, only
         cost the orderly end."""
+        deadline = self._deadline()
         if deadline is None:
             return False
         saves = 1 + (self._manager.under_way if self._manager is not None else 0)

@@ -14,6 +14,7 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
+from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
@@ -115,7 +116,9 @@ class Session:
             layout=context.layout.words(),
             threads=threads,
         )
-        self._keeping = Keeping(context, self._groups, self._checkpoint_dir, threads, self._result, self._event)
+        self._keeping = Keeping(
+            context, self._groups, self._checkpoint_dir, threads, self._result, self._event, self._flag.deadline
+        )
         return self
 
     def __exit__(
@@ -129,7 +132,10 @@ class Session:
                 self._metrics.close()
                 if self._result.ending != "stopped":
                     self._agreement.drain()
-                    self._keeping.settle()  # of a loop that was left before its last step
+                    try:
+                        self._keeping.settle()  # of a loop that was left before its last step
+                    except TooLate as e:
+                        self._keeping.given_up(self.step, e)
                     self._barrier()
                     # A loop of the script's own that left because of poll() has not done all its steps.
                     stopped = self._agreement.agreed and not self._finished
@@ -358,22 +364,28 @@ class Session:
             stop = self.step < total and self.poll()
             asked = self.step > first and self._agreement.taken("save")
             due = asked or self._keeping.due(self.step)
-            late = stop and self._agreement.any(self._keeping.too_late(self._flag.deadline()))
+            late = stop and self._agreement.any(self._keeping.too_late())
+            settle = not stop and self._agreement.taken("settle")
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
-            elif self._agreement.taken("settle"):
-                self._keeping.settle()  # raises, on all ranks at this step
-            if self.step == first + 1 < total and not stop:
+            elif self.step == first + 1 < total:
                 self._keeping.reserve(state)
             save = self._keeping.kept and self.step > first and not late and (stop or due or self.step == total)
             if save:
                 self._metrics.drain(wait=True)
+            try:
+                if settle:
+                    self._keeping.settle()  # raises, on all ranks at this step
+                if save:
+                    reason: Reason = "stop" if stop else "end" if self.step == total else "interval"
+                    self._keeping.save(self.step, state, reason, self._metrics.newest)
+                if stop:
+                    self._keeping.settle()  # where it is too late for another save, for the one that is under way
+            except TooLate as e:  # on all ranks, wherever the deadline has met them
+                self._keeping.given_up(self.step, e)
+                stop = True
             if stop:
-                self._keeping.stop(self.step, state, self._metrics.newest, self._flag.deadline(), save=save)
                 self._leave(resumable=self._keeping.kept)
-            if save:
-                reason: Reason = "end" if self.step == total else "interval"
-                self._keeping.save(self.step, state, reason, self._metrics.newest)
             if self.step >= total:
                 self._finished = True
                 return

@@ -60,6 +60,10 @@ def _kill_writer_at_point(rng: random.Random, steps: int, local: bool) -> Fault:
     return Fault("kill writer", **_point_of_writer(rng, local))
 
 
+def _orphan(rng: random.Random, steps: int, local: bool) -> Fault:
+    return Fault("orphan", **_point_of_writer(rng, local))
+
+
 def _kill_writer_at_step(rng: random.Random, steps: int, local: bool) -> Fault:
     return Fault("kill writer", rng.randrange(RANKS), step=rng.randint(1, steps))
 
@@ -84,14 +88,16 @@ def _damage(rng: random.Random, steps: int, local: bool) -> Fault:
     return Fault(kind, what=rng.choice(list(DAMAGES)), nth=rng.choice([1, 1, 1, 2]))
 
 
-# A rank dies; the process that writes for a rank; all processes at once, when one of them has come to a point; the file
-# system fails a writer; the run is told to stop, one rank by a signal, or so late that no save is begun; files of the
-# newest ``nth`` checkpoints, or of the node's own disk, are damaged between two attempts.
+# A rank dies; the process that writes for a rank; the rank that it writes for, when that process has come to a point;
+# all processes at once, likewise; the file system fails a writer; the run is told to stop, one rank by a signal, or so
+# late that no save is begun; files of the newest ``nth`` checkpoints, or of the node's own disk, are damaged between
+# two attempts.
 MENU: tuple[tuple[int, Callable[[random.Random, int, bool], Fault]], ...] = (
     (2, _kill_at_step),
     (3, _kill_at_point),
     (4, _kill_writer_at_point),
     (2, _kill_writer_at_step),
+    (3, _orphan),
     (4, _kill_node),
     (4, _disk),
     (3, _stop),
@@ -99,7 +105,7 @@ MENU: tuple[tuple[int, Callable[[random.Random, int, bool], Fault]], ...] = (
 )
 
 
-KINDS = frozenset({"kill", "kill writer", "kill node", "disk", "stop", "damage", "local damage"})
+KINDS = frozenset({"kill", "kill writer", "orphan", "kill node", "disk", "stop", "damage", "local damage"})
 
 
 def draw(rng: random.Random, steps: int, local: bool) -> Fault:
@@ -113,7 +119,8 @@ def draw(rng: random.Random, steps: int, local: bool) -> Fault:
 def inject(fault: Fault) -> None:
     """Setup, in each rank: see :class:`tests.ranks.rank_pool.Ranks`."""
     if fault.point:
-        what = {"kill": "KILL", "kill writer": "KILL", "kill node": "STOP", "disk": fault.what}[fault.kind]
+        named = {"kill": "KILL", "kill writer": "KILL", "orphan": "ORPHAN", "kill node": "STOP"}
+        what = named.get(fault.kind, fault.what)
         os.environ[settings.FAULT_AT] = f"{fault.point}:{fault.rank}:{fault.nth}:{what}"
     elif fault.step:
         act = {"kill": _die, "kill writer": _kill_own_writer, "stop": _tell_to_stop}[fault.kind]

@@ -227,7 +227,8 @@ class _Round:
 
 def check_ending(fault: Fault, ranks: Ranks, codes: list[int]) -> None:
     """Nobody ends in a way that the fault does not explain."""
-    killed = {"kill": {fault.rank} if fault.rank != EVERYBODY else {0, 1}, "kill node": {0, 1}}.get(fault.kind, set())
+    one = {fault.rank} if fault.rank != EVERYBODY else {0, 1}
+    killed = {"kill": one, "orphan": one, "kill node": {0, 1}}.get(fault.kind, set())
     for rank, code in enumerate(codes):
         if code < 0 and rank not in killed:
             raise Broken(f"rank {rank} died of signal {-code}:\n{ranks.logs()}")

@@ -64,6 +64,30 @@ def test_a_writer_killed_once_costs_nothing(tmp_path: Path, whole: str) -> None:
     assert digest(run) == whole
 
 
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        ("before writing", 1),
+        ("while writing", 0),
+        ("written", 1),
+        ("handed in", 0),
+        ("before the marker", 0),
+        ("while publishing", 0),
+        ("while pruning", 0),
+    ],
+)
+def test_a_rank_killed_while_its_save_is_written_loses_nothing(
+    tmp_path: Path, whole: str, point: str, rank: int
+) -> None:
+    """The process that writes goes on with what it was given, as far as it gets."""
+    run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=3)
+    ranks = Ranks(run, 2, 1, setup=fault_at, args=(point, rank, 1, "ORPHAN"))
+    assert ranks.wait()[rank] == -signal.SIGKILL, ranks.logs()
+    second = Ranks(run, 2, 2).expect(0)
+    assert all((e["step"], e["skipped"]) == (3, []) for e in second.events("restored"))
+    assert digest(run) == whole
+
+
 # Of a process that writes for step 6, which is killed again when another one has taken over.
 @pytest.mark.parametrize(
     ("point", "rank", "nth"),
@@ -268,7 +292,7 @@ STOPPED_IN_A_SAVE = """
 import os
 import torch
 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
-    os.environ["CLUSTERTRAIN_FAULT_AT"] = "staged:0:2:STOP"
+    os.environ["CLUSTERTRAIN_FAULT_AT"] = "POINT:0:2:STOP"
 import clustertrain as ct
 
 with ct.session() as session:
@@ -327,24 +351,26 @@ def test_what_one_rank_cannot_load_all_ranks_are_told(tmp_path: Path) -> None:
     assert not list(run.checkpoints.glob("damaged-*"))
 
 
-def test_a_save_at_a_stop_is_given_up_before_the_kill(tmp_path: Path) -> None:
-    """The process that writes hangs, as on a file system that does not answer."""
-    run = make_run(tmp_path / "run", "ddp", 2, steps=100_000, every=100_000)
-    ranks = Ranks(run, 2, setup=hanging_writer, args=(4, 4.0)).expect(0)
+@pytest.mark.parametrize(("point", "rank"), [("while writing", 1), ("before the marker", 0)])
+@pytest.mark.parametrize("steps", [100_000, 4])
+def test_a_save_is_given_up_before_the_kill(tmp_path: Path, point: str, rank: int, steps: int) -> None:
+    """A process that writes hangs, as on a file system that does not answer; at a stop or at the end."""
+    run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=100_000)
+    ranks = Ranks(run, 2, setup=hanging_writer, args=(point, rank, 4, 4.0)).expect(0)
     for left in processes(run.path):
         left.kill()
     assert {(r["ending"], r["committed_step"]) for r in ranks.results()} == {("stopped", None)}
     (given_up,) = ranks.events("save_given_up")
-    assert "rank 1: " in given_up["why"]
+    assert f"rank {rank}: " in given_up["why"] or rank == 0
     assert not list(run.checkpoints.glob("step-*"))
 
 
-def hanging_writer(step: int, left_s: float) -> None:
-    """Setup: the writer of rank 1 stops in the middle, and the agent leaves so many seconds."""
+def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
+    """Setup: the writer of a rank stops at a point, and the agent leaves so many seconds."""
     from clustertrain.train.session import Session
 
     original = Session.log
-    fault_at("while writing", 1, 1, "STOP")
+    fault_at(point, rank, 1, "STOP")
 
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)

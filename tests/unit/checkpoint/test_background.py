@@ -21,6 +21,7 @@ from clustertrain.checkpoint.background import Background
 from clustertrain.checkpoint.blocks import read_into
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.manifest import Damaged
 from clustertrain.checkpoint.staging import Staging, available_memory
 from clustertrain.checkpoint.state import block
 from clustertrain.checkpoint.storage import StorageError
@@ -96,16 +97,57 @@ def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManag
     assert saved_value(tmp_path / "c", 6) == 2.0
 
 
-def test_a_save_is_given_up_at_the_deadline(manager: CheckpointManager, told: list[Saved], tmp_path: Path) -> None:
+@pytest.fixture
+def limited(tmp_path: Path, told: list[Saved]) -> Iterator[tuple[CheckpointManager, list[float]]]:
+    """A manager, and the moment at which waiting ends, once there is one."""
+    until: list[float] = []
+    made = CheckpointManager(
+        tmp_path / "c",
+        Ranks(),
+        attempt="1",
+        layout={},
+        until=lambda: until[0] if until else None,
+        on_commit=told.append,
+    )
+    made.start()
+    yield made, until
+    made.close()
+
+
+def test_a_save_is_given_up_at_the_deadline(
+    limited: tuple[CheckpointManager, list[float]], told: list[Saved], tmp_path: Path
+) -> None:
+    manager, until = limited
     manager.save(3, state_of(1.0), wait=True)
     writer = writer_of(manager)
     writer.suspend()
+    until.append(clock.monotonic() + 0.2)
     with pytest.raises(TooLate, match=r"step 6 was not saved: rank 0: .*before this process must end"):
-        manager.save(6, state_of(2.0), wait=True, until=clock.monotonic() + 0.2)
+        manager.save(6, state_of(2.0), wait=True)
+    until.clear()
     writer.resume()
     manager.save(9, state_of(3.0), wait=True)  # it goes on as if nothing had been
     assert [s.step for s in told] == [3, 9]
     assert [row["step"] for row in offline.list_checkpoints(tmp_path / "c")] == [3, 9]
+
+
+@pytest.mark.parametrize("point", ["before the marker", "while publishing", "while pruning"])
+def test_the_deadline_may_fall_into_the_commit(
+    limited: tuple[CheckpointManager, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    manager, until = limited
+    manager.save(3, state_of(1.0), wait=True)
+    manager._worker.close()
+    monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # of the next process
+    until.append(clock.monotonic() + 1.5)
+    with pytest.raises(TooLate, match="step 6 was not saved"):
+        manager.save(6, state_of(2.0), wait=True)
+    hung = writer_of(manager)
+    assert clock.wait_until(lambda: hung.status() == psutil.STATUS_STOPPED, 10.0)
+    manager.close(20.0)  # not waited for again
+    step, value = (6, 2.0) if point == "while pruning" else (3, 1.0)
+    assert saved_value(tmp_path / "c", step) == value
+    hung.kill()
 
 
 def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
@@ -235,6 +277,52 @@ def test_a_save_that_outgrows_its_memory_is_whole(manager: CheckpointManager, tm
         restored = CheckpointManager(tmp_path / "c", Ranks(), attempt="9", layout={}, background=False).restore(state)
         assert restored is not None and restored.step == step
         assert bool((state["x"] == step).all())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("what", ["flipped", "truncated", "missing"])
+def test_damage_in_a_large_shard_is_told_with_its_place(tmp_path: Path, alone: bool, what: str) -> None:
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    saved = manager.save(1, {"x": torch.arange(5_000_000, dtype=torch.int32)})
+    assert saved is not None
+    shard = index.read_manifest(saved.path).tensors[0].shards[0]
+    path = saved.path / shard.file
+    at = shard.offset + 2 * BLOCK_BYTES + 5
+    if what == "flipped":
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        said = f"checksum of bytes {at - 5} to {at - 5 + BLOCK_BYTES} differs"
+    elif what == "truncated":
+        os.truncate(path, at)
+        said = f"ends at byte {at}"
+    else:
+        path.unlink()
+        said = "No such file"
+    with pytest.raises(Damaged, match=said):
+        read_into(memoryview(bytearray(shard.nbytes)), saved.path, shard, 0, alone=alone)
+
+
+def test_a_read_that_is_cut_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system in user space may answer with less than was asked for, in the middle of a file."""
+    manager = CheckpointManager(tmp_path / "c", Ranks(), attempt="1", layout={}, background=False)
+    whole = torch.arange(5_000_000, dtype=torch.int32)
+    saved = manager.save(1, {"x": whole})
+    assert saved is not None
+    shard = index.read_manifest(saved.path).tensors[0].shards[0]
+    original, asked = os.preadv, []
+
+    def preadv(fd: int, into: list[memoryview], offset: int) -> int:
+        asked.append(offset)
+        return original(fd, [into[0][:-512]] if len(into[0]) > 4096 else into, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    data = bytearray(shard.nbytes)
+    read_into(memoryview(data), saved.path, shard, 0, alone=True)
+    assert data == whole.numpy().tobytes()
+    assert len(asked) > 2
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -153,10 +153,11 @@ POINTS = ["while writing", "kept", "while copying", "written", "before the marke
 
 
 @pytest.mark.parametrize(
-    ("point", "engine"), [
+    ("point", "engine"),
+    [
         *((p, "raw") for p in POINTS),
         *(pytest.param("while copying", e, marks=pytest.mark.ranks) for e in ("dcp", "torchsnapshot")),
-    ]
+    ],
 )
 def test_another_writer_goes_on_between_the_tiers(
     make: Callable[..., CheckpointManager], root: Path, near: Path, point: str, engine: str

@@ -315,6 +315,7 @@ def _die_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
         monkeypatch.setattr(target, name, call)
 
     guard(os, "write")
+    guard(os, "pwrite")
     guard(os, "fsync")
     guard(os, "mkdir")
     guard(os, "rename")

@@ -64,7 +64,11 @@ def test_offline_functions_say_the_same_of_a_url(root: Path, protocol: str) -> N
 def test_tensors_are_read_by_ranges(root: Path, protocol: str) -> None:
     folder = offline.find(behind(root, protocol))
     new = state(0.0)
-    Reader(folder, index.read_manifest(folder)).load(new)()
+    reader = Reader(folder, index.read_manifest(folder))
+    finish = reader.load(new)
+    reader.complete()
+    finish()
+    reader.close()
     assert all(torch.equal(new[k], v) for k, v in state(6.0).items())
 
 

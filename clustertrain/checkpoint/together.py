@@ -1,0 +1,260 @@
+"""Reading once what several ranks of a node need: replicas all of it, shards of another dimension a part of each row.
+
+The ranks of a node go through what is wanted by two of them or more in steps. In each step every rank reads and
+verifies one load into memory that the others see, and then takes from all loads what it needs, while it reads the next.
+So the file system is asked for each byte once a node, and it is verified once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from math import gcd, prod
+from pathlib import Path
+
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.integrity import BLOCK_BYTES
+from clustertrain.checkpoint.manifest import Manifest, ShardRecord, TensorRecord
+
+CHUNK_BYTES = 4 * BLOCK_BYTES
+LOAD_BYTES = 2 * CHUNK_BYTES  # a rank has two of them in memory meanwhile
+WORTH_IT = 1 << 20  # bytes; a smaller tensor each rank reads by itself
+_NODE_BYTES = 16
+_ALIGN = 64
+
+Take = Callable[[memoryview], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a shard: ``nbytes`` from ``low`` on. ``number`` is the same on all ranks."""
+
+    number: int
+    shard: ShardRecord
+    low: int
+    nbytes: int
+
+
+class Chunks:
+    """How the tensors of a checkpoint are cut: by whole rows, so that a part of each row is a part of one chunk, and
+    where it can be at the blocks of the checksums, so that no block is read twice. ``sizes`` by number, as the files
+    have them one after another."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._first: dict[tuple[str, int], int] = {}
+        self._all: list[Chunk] = []
+        for tensor in manifest.tensors:
+            for n, shard in enumerate(tensor.shards):
+                if fits(tensor, shard):
+                    self._first[tensor.name, n] = len(self._all)
+                    self._all += _cut(tensor, shard, len(self._all))
+        in_order = sorted(self._all, key=lambda c: (c.shard.file, c.shard.offset + c.low))
+        self.sizes = {c.number: c.nbytes for c in in_order}
+
+    @property
+    def count(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, number: int) -> Chunk:
+        return self._all[number]
+
+    def of(self, tensor: TensorRecord, n: int, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
+        """Those that hold the rows from ``start`` to ``stop`` of shard number ``n``, each with the rows in it."""
+        rows = rows_of(tensor, tensor.shards[n])
+        for k in range(start // rows, -(-stop // rows)):
+            yield self._all[self._first[tensor.name, n] + k], max(start, k * rows), min(stop, (k + 1) * rows)
+
+
+def _cut(tensor: TensorRecord, shard: ShardRecord, first: int) -> list[Chunk]:
+    step = rows_of(tensor, shard) * row_bytes(tensor, shard)
+    return [
+        Chunk(first + k, shard, low, min(step, shard.nbytes - low))
+        for k, low in enumerate(range(0, shard.nbytes, step))
+    ]
+
+
+def row_bytes(tensor: TensorRecord, shard: ShardRecord) -> int:
+    return tensor.itemsize * prod(shard.shape[1:])
+
+
+def fits(tensor: TensorRecord, shard: ShardRecord) -> bool:
+    """Whether a shard can be shared in chunks."""
+    return bool(shard.shape) and shard.nbytes >= WORTH_IT and row_bytes(tensor, shard) <= CHUNK_BYTES
+
+
+def rows_of(tensor: TensorRecord, shard: ShardRecord) -> int:
+    """In a chunk."""
+    size = row_bytes(tensor, shard)
+    even = BLOCK_BYTES // gcd(BLOCK_BYTES, size)  # so many end where a block does
+    most = CHUNK_BYTES // size
+    return most // even * even or most
+
+
+@dataclass
+class Wanted:
+    """What this rank takes from a chunk."""
+
+    chunk: Chunk
+    takes: list[Take] = field(default_factory=list)
+
+
+class CannotShare(Exception):
+    """The ranks of a node do not see each other's memory."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Of one node: which rank reads what in which step."""
+
+    steps: list[dict[int, list[int]]]  # the chunks' numbers, by rank
+    shared: frozenset[int]
+
+    def of(self, step: int) -> dict[int, list[int]]:
+        return self.steps[step] if step < len(self.steps) else {}
+
+
+def loads_of(members: Sequence[int], wanted: Sequence[frozenset[int]], sizes: Mapping[int, int]) -> Loads:
+    """``members``: the ranks of the node. ``wanted`` by rank. ``sizes`` of all chunks, in the order in which they
+    should be read."""
+    shared = [c for c in sizes if sum(c in wanted[r] for r in members) > 1]
+    loads: list[list[int]] = []
+    room = 0
+    for c in shared:
+        if _spaced(sizes[c]) > room:
+            loads.append([])
+            room = LOAD_BYTES
+        loads[-1].append(c)
+        room -= _spaced(sizes[c])
+    n = len(members)
+    steps = [dict(zip(members, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
+    return Loads(steps, frozenset(shared))
+
+
+def read(
+    ranks: Ranks,
+    chunks: Chunks,
+    wanted: Mapping[int, Wanted],
+    fetch: Callable[[Chunk, memoryview], None],
+    pool: Executor,
+) -> set[int]:
+    """Collective: take from the chunks that another rank of this node wants too; returns the numbers of the others.
+
+    A rank that cannot read what the others need raises, and all stop at the same step; they have to tell each other.
+
+    Args:
+        wanted: by the chunk's number.
+        fetch: fills memory with a chunk, verified.
+
+    Raises:
+        CannotShare: on all ranks.
+        whatever ``fetch`` raises.
+    """
+    own = os.memfd_create("clustertrain-loads")
+    try:
+        os.truncate(own, 2 * LOAD_BYTES)
+        bitmap = bytearray(-(-chunks.count // 8))
+        for c in wanted:
+            bitmap[c // 8] |= 1 << c % 8
+        told = _node() + os.getpid().to_bytes(8, "big") + own.to_bytes(4, "big")
+        records = ranks.records(told + bytes(bitmap))
+        by_node: dict[bytes, list[int]] = {}
+        for rank, record in enumerate(records):
+            by_node.setdefault(record[:_NODE_BYTES], []).append(rank)
+        bits = [_numbers(record[len(told) :]) for record in records]
+        plans = {node: loads_of(members, bits, chunks.sizes) for node, members in by_node.items()}
+        plan = plans[told[:_NODE_BYTES]]
+        steps = max(len(p.steps) for p in plans.values())
+        if steps:
+            memory = _windows(ranks, records, by_node[told[:_NODE_BYTES]])
+            _step_by_step(ranks, chunks, wanted, plan, steps, memory, fetch, pool)
+        return set(wanted) - plan.shared
+    finally:
+        os.close(own)
+
+
+def _step_by_step(
+    ranks: Ranks,
+    chunks: Chunks,
+    wanted: Mapping[int, Wanted],
+    plan: Loads,
+    steps: int,
+    memory: Mapping[int, memoryview],
+    fetch: Callable[[Chunk, memoryview], None],
+    pool: Executor,
+) -> None:
+    filling: list[Future[None]] = []
+
+    def begin(step: int) -> None:
+        load = plan.of(step).get(ranks.rank, [])
+        for c, at, size in _places(load, chunks.sizes, step):
+            filling.append(pool.submit(fetch, chunks[c], memory[ranks.rank][at : at + size]))
+
+    try:
+        begin(0)
+        for step in range(steps):
+            trouble = next((e for e in [f.exception() for f in filling] if e is not None), None)
+            filling.clear()
+            if any(r[0] for r in ranks.records(bytes([trouble is not None]))):
+                if trouble is not None:
+                    raise trouble
+                return  # another rank tells why
+            # All have filled their memory for this step, and have taken from the other half what they needed.
+            begin(step + 1)
+            for rank, load in plan.of(step).items():
+                for c, at, size in _places(load, chunks.sizes, step):
+                    for take in wanted[c].takes if c in wanted else ():
+                        take(memory[rank][at : at + size])
+    finally:
+        for f in filling:  # the memory goes, so nobody may be filling it
+            if not f.cancel():
+                f.exception()
+
+
+def _places(load: Sequence[int], sizes: Mapping[int, int], step: int) -> Iterator[tuple[int, int, int]]:
+    """Of each chunk of a load: its number, where it lies and how large it is."""
+    at = step % 2 * LOAD_BYTES
+    for c in load:
+        yield c, at, sizes[c]
+        at += _spaced(sizes[c])
+
+
+def _spaced(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _windows(ranks: Ranks, records: Sequence[bytes], members: Sequence[int]) -> dict[int, memoryview]:
+    """The memory of all ranks of this node. Raises CannotShare, on all ranks."""
+    found: dict[int, memoryview] = {}
+    cannot = None
+    try:
+        for rank in members:
+            pid = int.from_bytes(records[rank][_NODE_BYTES : _NODE_BYTES + 8], "big")
+            number = int.from_bytes(records[rank][_NODE_BYTES + 8 : _NODE_BYTES + 12], "big")
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            try:
+                found[rank] = memoryview(mmap.mmap(fd, 2 * LOAD_BYTES))
+            finally:
+                os.close(fd)
+    except OSError as e:
+        cannot = e
+    if any(r[0] for r in ranks.records(bytes([cannot is not None]))):
+        raise CannotShare(str(cannot or "another rank could not"))
+    return found
+
+
+def _node() -> bytes:
+    """The same for processes that see each other in /proc."""
+    words = [socket.gethostname()]
+    for place in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        path = Path(place)
+        words.append(path.readlink().name if path.is_symlink() else path.read_text())
+    return hashlib.sha256("\n".join(words).encode()).digest()[:_NODE_BYTES]
+
+
+def _numbers(bitmap: bytes) -> frozenset[int]:
+    return frozenset(8 * i + b for i, byte in enumerate(bitmap) if byte for b in range(8) if byte >> b & 1)

@@ -1,0 +1,162 @@
+"""Ranks of a node read once what several of them need: of any sizes and layouts, and damage is told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from benchmarks.rank_team import Team, together
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.checkpoint import together as shared
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager
+
+pytestmark = pytest.mark.ranks
+
+# Rows that end where blocks of checksums do and rows that do not, very long ones, one dimension, three; more than a
+# step has room for; types of other sizes between them; too small to share.
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "even": ((4096, 1024), torch.float32),
+    "odd": ((3001, 1237), torch.float32),
+    "long": ((3, 6_000_000), torch.float32),
+    "flat": ((5_000_011,), torch.bfloat16),
+    "bytes": ((1111, 3333), torch.uint8),
+    "deep": ((96, 70, 513), torch.float64),
+    "small": ((16, 16), torch.float32),
+}
+
+
+def whole(name: str) -> torch.Tensor:
+    shape, dtype = SHAPES[name]
+    made = torch.Generator().manual_seed(len(name) * 7 + shape[0])
+    return torch.randint(0, 250, shape, generator=made).to(dtype)
+
+
+def state_of(how: str, filled: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placed = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    found: dict[str, Any] = {}
+    for name, (shape, _) in SHAPES.items():
+        tensor = whole(name) if filled else torch.zeros_like(whole(name))
+        at = Shard(0) if how == "columns" and len(shape) == 1 else placed.get(how)
+        found[name] = tensor if at is None else distribute_tensor(tensor, mesh, [at])
+    return found
+
+
+def manager_of(team: Team, folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, Ranks(team.own_group()), attempt="1", layout={}, background=False)
+
+
+def save(team: Team, folder: Path, how: str) -> None:
+    manager_of(team, folder).save(1, state_of(how, True))
+
+
+def restore(team: Team, folder: Path, how: str, setup: Callable[[], None] | None = None) -> list[str]:
+    """Job of a team: what went wrong, by rank 0."""
+    if setup is not None:
+        setup()
+    state = state_of(how, False)
+    restored = manager_of(team, folder).restore(state)
+    wrong = []
+    for name, tensor in state.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not torch.equal(full, whole(name)):
+            wrong.append(name)
+    if restored is None or restored.step != 1:
+        wrong.append("nothing restored")
+    return [w for each in _gathered(wrong) for w in each]
+
+
+def _gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By four ranks, by rows."""
+    folder = tmp_path_factory.mktemp("saved")
+    together(4, 1, save, folder, "rows")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "copies", "plain"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_layout_is_filled(saved: Path, how: str, ranks: int) -> None:
+    assert together(ranks, 1, restore, saved, how) == []
+
+
+def test_ranks_that_do_not_see_each_other_read_for_themselves(saved: Path) -> None:
+    assert together(2, 1, restore, saved, "columns", no_window_in_together) == []
+
+
+def no_window_in_together() -> None:
+    """Setup: rank 1 may not look into rank 0's memory."""
+    original = shared.os.open
+
+    class NotAllowed:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os_, name)
+
+        @staticmethod
+        def open(path: Any, *args: Any) -> int:
+            if str(path).startswith("/proc/") and dist.get_rank() == 1:
+                raise PermissionError(13, "Permission denied")
+            return original(path, *args)
+
+    os_ = shared.os
+    shared.os = NotAllowed()  # type: ignore[assignment]
+
+
+def test_each_byte_is_read_once_on_a_node(saved: Path) -> None:
+    read, there = together(3, 1, bytes_read, saved, "copies")
+    assert there <= read <= 1.3 * there  # some blocks are on both sides of an edge
+
+
+def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
+    """Job of a team: how many bytes of large tensors all ranks have read, and how many there are."""
+    from clustertrain.checkpoint import blocks
+
+    original, count = blocks.first_bad, [0]
+
+    def counted(data: memoryview, *args: Any) -> Any:
+        count[0] += len(data)
+        return original(data, *args)
+
+    blocks.first_bad = counted
+    state = state_of(how, False)
+    del state["long"]  # with rows larger than what is read at a time
+    manager_of(team, folder).restore(state)
+    manifest = index.read_manifest(offline.find(folder))
+    there = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
+    return sum(_gathered(count[0])), there
+
+
+def test_damage_is_told_to_all(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    together(4, 1, save, folder, "rows")
+    manifest = index.read_manifest(offline.find(folder))
+    shard = next(t for t in manifest.tensors if t.name == "even").shards[1]
+    with (offline.find(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
+        file.seek(shard.offset + 12345)
+        file.write(b"\x99")
+    assert together(2, 1, refusal, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]
+
+
+def refusal(team: Team, folder: Path, how: str) -> list[str]:
+    """Job of a team: what each rank is told."""
+    try:
+        manager_of(team, folder).restore(state_of(how, False))
+        said = "restored"
+    except Exception as e:
+        said = "no checkpoint verifies" if "no checkpoint verifies" in str(e) and "checksum" in str(e) else str(e)
+    return _gathered(said)
