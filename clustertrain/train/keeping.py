@@ -39,6 +39,7 @@ TELLING = 0.1  # a change of the interval by less is not worth an event
 REMEMBERED = 5  # saves: one that a busy hour made slow must not forbid all later ones
 SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
 ORDERLY_END_S = 2.0  # at the deadline, for what follows the last save
+LEAST_S = 2.0  # that a save under way is waited for, whatever the deadline
 LAST_WORD_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
 
 
@@ -63,6 +64,7 @@ class Keeping:
         self._result = result
         self._event = event
         self._deadline = deadline
+        self._told_at: float | None = None
         self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
         self._interval: Interval | None = None
         self._asked = False
@@ -262,7 +264,11 @@ class Keeping:
     def _until(self) -> float | None:
         """When waiting for a save must end, so that there is time for an orderly end."""
         deadline = self._deadline()
-        return None if deadline is None else clock.monotonic() + deadline - clock.now() - ORDERLY_END_S
+        if deadline is None:
+            return None
+        # A deadline that is past is a late word or a clock that jumped: the kill may still be some way off.
+        self._told_at = self._told_at or clock.monotonic()
+        return max(self._told_at + LEAST_S, clock.monotonic() + deadline - clock.now() - ORDERLY_END_S)
 
     def given_up(self, step: int, e: TooLate) -> None:
         """Say that what should have been saved is not."""

@@ -10,7 +10,7 @@ from tests.chaos.faults import KINDS
 from tests.chaos.rounds import Plan, Whole, plan_of, play, undisturbed
 from tests.parity.measure import one_thread
 
-PLANS = [plan_of("99", number) for number in range(3)]
+PLANS = [plan_of("317", number) for number in range(3)]
 
 
 def test_the_rounds_have_what_can_happen() -> None:
