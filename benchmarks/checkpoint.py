@@ -11,6 +11,8 @@ restore  with checksums, against reading as many bytes with as many processes
 layout   restoring what other ranks have saved, or to shards of the other dimension, against the same layout
 steps    while a save is being written, against none: with a core left for it, and with all cores busy
 
+Other engines of ours and the peers' restores have no goal, and are measured at the smallest size alone.
+
     python -m benchmarks.checkpoint --sizes 1GiB --ranks 2 --rounds 9
 """
 
@@ -80,6 +82,7 @@ _PEERS = (writers.DCP, writers.DCP_THREAD, writers.DCP_KEPT, writers.DCP_PROCESS
           writers.TORCH_SAVE)  # fmt: skip
 _PREPARED = (writers.DCP_KEPT, writers.DCP_PROCESS)  # which only a later save compares with
 _ENGINES = (writers.OF_DCP, writers.OF_TORCHSNAPSHOT)
+_WITHOUT_GOAL = (*_ENGINES, readers.DCP_LOAD, readers.TS_RESTORE)
 COMPARED = (
     Compared(FIRST_WORDS, STALL, writers.FIRST, writers.CLONE, Goal(1.3, "at most")),
     Compared(LATER_WORDS, STALL, writers.LATER, writers.COPY, Goal(1.3, "at most")),
@@ -115,9 +118,9 @@ def save_once(team: Team, shapes: Shapes, folder: Path) -> int:
 
 
 def save_and_restore(
-    team: Team, shapes: Shapes, folder: Path, rounds: int, other: tuple[Path, int], shared: bool
+    team: Team, shapes: Shapes, folder: Path, rounds: int, other: tuple[Path, int], shared: bool, without: Sequence[str]
 ) -> list[Round]:
-    """Job of a team: all rounds of all that save, then all that restore."""
+    """Job of a team: all rounds of all that save, then all that restore, but for those in ``without``."""
     state = State(shapes)
     room = torch.ones(sum(p.numel() for p in state.locals()), dtype=torch.uint8)
     content = state.fingerprint()
@@ -126,13 +129,13 @@ def save_and_restore(
     found = []
     for n in range(rounds + 1):  # the first warms up
         took: Round = {}
-        for name in in_turn(list(save.all), n):
+        for name in in_turn([name for name in save.all if name not in without], n):
             team.on_rank_0(os.sync)  # what others have deleted
             took |= save.all[name](folder / name)
             gc.collect()
             if name not in _KEPT:
                 _delete(team, folder / name)
-        for name in in_turn(list(restore.all), n):
+        for name in in_turn([name for name in restore.all if name not in without], n):
             took.setdefault(name, {})[READ] = restore.all[name](content)
             gc.collect()
         for name in _KEPT:
@@ -158,14 +161,15 @@ def other_ranks(ranks: int) -> int:
     return 2 * ranks if ranks < 4 else ranks // 2
 
 
-def measured(size: int, ranks: int, rounds: int, folder: Path) -> list[Round]:
-    """Of one size on so many ranks: a round's seconds by who and what."""
+def measured(size: int, ranks: int, rounds: int, folder: Path, without: Sequence[str] = ()) -> list[Round]:
+    """Of one size on so many ranks: a round's seconds by who and what, but for those in ``without``."""
     shapes, cores = shapes_of(size), os.cpu_count() or 1
     threads = max(1, cores // ranks)
     shared = shutil.disk_usage("/dev/shm").free > 1.2 * size if Path("/dev/shm").is_dir() else False
     others, other = other_ranks(ranks), folder / "other"
     content = together(others, max(1, cores // others), save_once, shapes, other)
-    found = together(ranks, threads, save_and_restore, shapes, folder, rounds, (other, content), shared)
+    job = (shapes, folder, rounds, (other, content), shared, without)
+    found = together(ranks, threads, save_and_restore, *job)
     shutil.rmtree(other)
     settings = [(ALL_BUSY, ranks, threads)]
     if cores > 1:
@@ -267,7 +271,8 @@ def _measure_one(size: int, ranks: int, options: Any, result: dict[str, Any]) ->
     about = {"mib": size >> 20, "ranks": ranks}
     print(f"{size >> 20} MiB, {ranks} ranks", flush=True)
     with tempfile.TemporaryDirectory(prefix="checkpoint-benchmark-", dir=options.folder) as folder:
-        rounds = measured(size, ranks, options.rounds, Path(folder).resolve())
+        without = () if size == min(options.sizes) else _WITHOUT_GOAL
+        rounds = measured(size, ranks, options.rounds, Path(folder).resolve(), without)
     for row in rows_of(rounds, about):
         result["rows"].append(row)
         print(_line(row), flush=True)

@@ -20,6 +20,7 @@ _LINES = {
     "restored": "attempt {n}: resumed from the checkpoint of step {step}",
     "signal": "attempt {n}: asked to stop ({source})",
     "stop_agreed": "attempt {n}: all ranks stop at step {step}",
+    "save_given_up": "attempt {n}: no time for the checkpoint of step {step}",
     "ended": "attempt {n}: {ending}: {reason}",
     "requeued": "attempt {n}: requeued ({how})",
     "stopped": "the run stops: {why}",
