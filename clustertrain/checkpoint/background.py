@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # it imports torch
     from clustertrain.checkpoint.staging import Staging
 
 IDLE_ENDS_S = 1.0
+BUSY_S = 1.0
 # What ends a job reaches every process of it. The writer ends with its rank, when its work is done.
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -188,9 +189,14 @@ class Background:
             self._send(job)
 
     def abandon(self, step: int) -> None:
-        with self._lock, suppress(OSError):
+        if not self._lock.acquire(timeout=BUSY_S):
+            return  # a thread waits for a process that takes nothing any more
+        try:
             if self._pipe is not None:  # else it has died, and its commit with it
-                self._send(Abandon(step=step))
+                with suppress(OSError):
+                    self._send(Abandon(step=step))
+        finally:
+            self._lock.release()
 
     def upload(self, job: Upload) -> None:
         """From now on, also by a process that takes over."""

@@ -13,7 +13,6 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -363,16 +362,19 @@ class CheckpointManager:
         self._await(flight, flight.answered)
         self._flights.popleft()
         failure = _failure(self._root, flight.step)
+        late = any(t.of == "deadline" for t in troubles)
         try:
             if troubles:
-                # At the deadline there is no time to delete many files; the next restore has it.
-                late = any(t.of == "deadline" for t in troubles)
-                self._on_rank_0(lambda: _discard(Path(flight.write.folder), delete=not late), failure)
+                # Not at the deadline: it may be the file system that does not answer. The next restore does it.
+                if not late:
+                    self._on_rank_0(lambda: _discard(Path(flight.write.folder)), failure)
                 raise error(failure, troubles)
             size, save_s = self._on_rank_0(lambda: _committed(flight), failure)
         except TooLate:
-            self._given_up = True
+            late = True
             raise
+        finally:
+            self._given_up = self._given_up or late
         saved = self._saved(flight, size, save_s)
         self._tell(saved)
         return saved
@@ -643,10 +645,10 @@ class CheckpointManager:
                 shutil.rmtree(old)
             else:  # killed between the two renames of writer.publish
                 old.rename(final)
-        for staging in self._root.glob(".step-*"):
-            _discard(staging)
         for rest in self._root.glob(".swept.step-*"):
             shutil.rmtree(rest, ignore_errors=True)
+        for staging in self._root.glob(".step-*"):
+            _discard(staging)
 
 
 def _completed(reader: Reader) -> Trouble | None:
@@ -657,14 +659,17 @@ def _completed(reader: Reader) -> Trouble | None:
     return None
 
 
-def _discard(folder: Path, *, delete: bool = True) -> None:
+def _discard(folder: Path) -> None:
     """Of a save that was not committed. A writer may be at work in it, and even commit it: under another name it is out
     of its reach as a whole, or not there any more."""
     away = folder.with_name(f".swept{folder.name}")
-    with suppress(FileNotFoundError):
+    try:
         folder.rename(away)
-    if delete:
-        shutil.rmtree(away, ignore_errors=True)
+    except FileNotFoundError:
+        return
+    except OSError:  # ENOTEMPTY: swept before, and made again by a writer that came late
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(away, ignore_errors=True)
 
 
 def _is_late(outcome: Outcome | None) -> bool:

@@ -87,7 +87,11 @@ class Reader:
         rest, shared = set(self._wanted), set[int]()
         if self._chunks is not None:
             try:
-                rest = together.read(self._ranks, self._chunks, self._wanted, self._fetch, self._pool)
+                which = self._manifest.made_in
+                found = together.read(self._ranks, which, self._chunks, self._wanted, self._fetch, self._pool)
+                if found is None:
+                    return
+                rest = found
             except together.CannotShare as e:
                 log.warning("the ranks of a node cannot see each other's memory, so each reads for itself: %s", e)
                 shared = rest
@@ -125,6 +129,14 @@ class Reader:
             raise CheckpointError(f"{self._folder}: holds no tensor {name}", fix="was the model changed?")
         return self._tensors[name]
 
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> TensorRecord:
+        record = self._record(name)
+        if record.shape != shape:
+            raise CheckpointError(
+                f"{self._folder}: {name} has shape {record.shape} there and {shape} here", fix="was the model changed?"
+            )
+        return record
+
     def _whole(self, name: str) -> torch.Tensor:
         """All of a tensor, there when this returns."""
         record = self._record(name)
@@ -137,12 +149,7 @@ class Reader:
 
     def _fill(self, block: objects.Block, *, now: bool = False) -> None:
         """Begin to fill ``block.local``; :meth:`complete` sees the end of it, or with ``now`` :meth:`_all_read`."""
-        record = self._record(block.name)
-        if record.shape != block.shape:
-            raise CheckpointError(
-                f"{self._folder}: {block.name} has shape {record.shape} there and {block.shape} here",
-                fix="was the model changed?",
-            )
+        record = self._check_shape(block.name, block.shape)
         filled = 0
         for n, shard in enumerate(record.shards):
             common = overlap(shard.start, shard.shape, block.start, block.local.shape)
@@ -321,6 +328,8 @@ class Reader:
     def _load_other(self, key: str, value: Any, state: dict[str, Any]) -> Finish:
         if isinstance(value, torch.Tensor):
             like = functools.partial(self._like, value, kind="other")
+            for name in tree.tensor_names(self._manifest.values[key]):
+                self._check_shape(name, tuple(value.shape))
             content = tree.decode(self._manifest.values[key], like, self._whole)
             return lambda: _copy(value, content)  # in place: the script may hold the same tensor elsewhere
         content = tree.decode(self._manifest.values[key], self._whole)

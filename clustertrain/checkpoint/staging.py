@@ -152,6 +152,7 @@ class Staging:
 
     def close(self) -> None:
         self._reserved()
+        self.ready()  # a copy may be under way that nobody wants any more
         if self._pinned and self._whole is not None:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
         self._pinned = False

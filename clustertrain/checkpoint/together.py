@@ -13,18 +13,24 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
 
+import xxhash
+
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
 from clustertrain.checkpoint.manifest import Manifest, ShardRecord, TensorRecord
+from clustertrain.checkpoint.storage import StorageError
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
 LOAD_BYTES = 2 * CHUNK_BYTES  # a rank has two of them in memory meanwhile
 WORTH_IT = 1 << 20  # bytes; a smaller tensor each rank reads by itself
 _NODE_BYTES = 16
+_PROOF_BYTES = 16
+_TOLD_BYTES = _NODE_BYTES + 8 + 4 + _PROOF_BYTES
 _ALIGN = 64
 
 Take = Callable[[memoryview], None]
@@ -137,44 +143,86 @@ def loads_of(members: Sequence[int], wanted: Sequence[frozenset[int]], sizes: Ma
 
 def read(
     ranks: Ranks,
+    which: str,
     chunks: Chunks,
     wanted: Mapping[int, Wanted],
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
-) -> set[int]:
+) -> set[int] | None:
     """Collective: take from the chunks that another rank of this node wants too; returns the numbers of the others.
 
-    A rank that cannot read what the others need raises, and all stop at the same step; they have to tell each other.
+    A rank that cannot read what the others need raises, and all stop at the same step: the others get None, and the
+    ranks have to tell each other why.
 
     Args:
+        which: a name of the checkpoint that no other one has.
         wanted: by the chunk's number.
         fetch: fills memory with a chunk, verified.
 
     Raises:
         CannotShare: on all ranks.
+        StorageError: on all ranks, they do not see the same checkpoint.
         whatever ``fetch`` raises.
     """
-    own = os.memfd_create("clustertrain-loads")
-    try:
-        os.truncate(own, 2 * LOAD_BYTES)
-        bitmap = bytearray(-(-chunks.count // 8))
-        for c in wanted:
-            bitmap[c // 8] |= 1 << c % 8
-        told = _node() + os.getpid().to_bytes(8, "big") + own.to_bytes(4, "big")
-        records = ranks.records(told + bytes(bitmap))
-        by_node: dict[bytes, list[int]] = {}
-        for rank, record in enumerate(records):
-            by_node.setdefault(record[:_NODE_BYTES], []).append(rank)
-        bits = [_numbers(record[len(told) :]) for record in records]
-        plans = {node: loads_of(members, bits, chunks.sizes) for node, members in by_node.items()}
-        plan = plans[told[:_NODE_BYTES]]
+    bitmap = bytearray(-(-chunks.count // 8))
+    for c in wanted:
+        bitmap[c // 8] |= 1 << c % 8
+    with _own_memory() as me:
+        told = ranks.records(me.told + xxhash.xxh3_128_digest(which.encode()))
+        if len({t[_TOLD_BYTES:] for t in told}) > 1:
+            raise StorageError("the ranks see different checkpoints of the same step: the file system is behind")
+        bits = [_numbers(r) for r in ranks.records(bytes(bitmap))] if bitmap else [frozenset[int]()] * len(told)
+        members: dict[bytes, list[int]] = {}
+        for rank, t in enumerate(told):
+            members.setdefault(t[:_NODE_BYTES], []).append(rank)
+        plans = {node: loads_of(those, bits, chunks.sizes) for node, those in members.items()}
+        plan = plans[me.node]
         steps = max(len(p.steps) for p in plans.values())
         if steps:
-            memory = _windows(ranks, records, by_node[told[:_NODE_BYTES]])
-            _step_by_step(ranks, chunks, wanted, plan, steps, memory, fetch, pool)
+            memory = _windows(ranks, told, members[me.node])
+            if not _step_by_step(ranks, chunks, wanted, plan, steps, memory, fetch, pool):
+                return None
         return set(wanted) - plan.shared
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank's memory is to be found. ``proof`` is what lies at its beginning: a process of another machine may
+    have the same number."""
+
+    node: bytes
+    pid: int
+    fd: int
+    proof: bytes
+
+    @property
+    def told(self) -> bytes:
+        return self.node + self.pid.to_bytes(8, "big") + self.fd.to_bytes(4, "big") + self.proof
+
+
+def _place(told: bytes) -> _Place:
+    at = [_NODE_BYTES, _NODE_BYTES + 8, _NODE_BYTES + 12, _TOLD_BYTES]
+    node, pid, fd, proof = told[: at[0]], told[at[0] : at[1]], told[at[1] : at[2]], told[at[2] : at[3]]
+    return _Place(node, int.from_bytes(pid, "big"), int.from_bytes(fd, "big"), proof)
+
+
+@contextmanager
+def _own_memory() -> Iterator[_Place]:
+    """Of this rank. One that cannot have any is alone on a node of its own."""
+    fd = -1
+    try:
+        try:
+            fd = os.memfd_create("clustertrain-loads")
+            os.truncate(fd, 2 * LOAD_BYTES)
+            proof = os.urandom(_PROOF_BYTES)
+            os.pwrite(fd, proof, 0)
+            place = _Place(_node(), os.getpid(), fd, proof)
+        except (OSError, AttributeError):
+            place = _Place(os.urandom(_NODE_BYTES), 0, 0, bytes(_PROOF_BYTES))
+        yield place
     finally:
-        os.close(own)
+        if fd >= 0:
+            os.close(fd)
 
 
 def _step_by_step(
@@ -186,7 +234,8 @@ def _step_by_step(
     memory: Mapping[int, memoryview],
     fetch: Callable[[Chunk, memoryview], None],
     pool: Executor,
-) -> None:
+) -> bool:
+    """Whether all went well on all ranks. Raises what went wrong on this one."""
     filling: list[Future[None]] = []
 
     def begin(step: int) -> None:
@@ -202,13 +251,14 @@ def _step_by_step(
             if any(r[0] for r in ranks.records(bytes([trouble is not None]))):
                 if trouble is not None:
                     raise trouble
-                return  # another rank tells why
+                return False  # another rank tells why
             # All have filled their memory for this step, and have taken from the other half what they needed.
             begin(step + 1)
             for rank, load in plan.of(step).items():
                 for c, at, size in _places(load, chunks.sizes, step):
                     for take in wanted[c].takes if c in wanted else ():
                         take(memory[rank][at : at + size])
+        return True
     finally:
         for f in filling:  # the memory goes, so nobody may be filling it
             if not f.cancel():
@@ -227,20 +277,21 @@ def _spaced(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _windows(ranks: Ranks, records: Sequence[bytes], members: Sequence[int]) -> dict[int, memoryview]:
+def _windows(ranks: Ranks, told: Sequence[bytes], members: Sequence[int]) -> dict[int, memoryview]:
     """The memory of all ranks of this node. Raises CannotShare, on all ranks."""
     found: dict[int, memoryview] = {}
-    cannot = None
+    cannot: Exception | None = None
     try:
-        for rank in members:
-            pid = int.from_bytes(records[rank][_NODE_BYTES : _NODE_BYTES + 8], "big")
-            number = int.from_bytes(records[rank][_NODE_BYTES + 8 : _NODE_BYTES + 12], "big")
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        for rank in members if len(members) > 1 else ():
+            place = _place(told[rank])
+            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR)
             try:
                 found[rank] = memoryview(mmap.mmap(fd, 2 * LOAD_BYTES))
             finally:
                 os.close(fd)
-    except OSError as e:
+            if found[rank][:_PROOF_BYTES] != place.proof:
+                raise PermissionError(f"process {place.pid} is another one here")
+    except (OSError, ValueError) as e:
         cannot = e
     if any(r[0] for r in ranks.records(bytes([cannot is not None]))):
         raise CannotShare(str(cannot or "another rank could not"))

@@ -40,6 +40,6 @@ def error(failure: str, troubles: Sequence[Trouble]) -> CheckpointError:
     causes = {t.of for t in troubles}
     if "full" in causes:
         return StorageError(message, full=True)
-    if "storage" in causes:
-        return StorageError(message)
-    return TooLate(message) if causes == {"deadline"} else CheckpointError(message)
+    if "deadline" in causes:  # whatever else there is, the process must end now
+        return TooLate(message)
+    return StorageError(message) if "storage" in causes else CheckpointError(message)

@@ -64,7 +64,7 @@ class Keeping:
         self._result = result
         self._event = event
         self._deadline = deadline
-        self._told_at: float | None = None
+        self._ends: float | None = None  # by the monotonic clock
         self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
         self._interval: Interval | None = None
         self._asked = False
@@ -261,29 +261,36 @@ class Keeping:
         if self._manager is not None:
             self._manager.settle()
 
+    def left_s(self) -> float:
+        """Until this process must have ended, as far as this rank was told; inf: nobody has said so."""
+        deadline = self._deadline()
+        return math.inf if deadline is None else deadline - clock.now()
+
+    def must_end_in(self, left_s: float) -> None:
+        """What all ranks go by from now on: they give up together, or one would wait for another one's word. It does
+        not depend on the wall clock any more."""
+        if math.isfinite(left_s):
+            # A deadline that is past is a late word or a clock that jumped: the kill may still be some way off.
+            until = clock.monotonic() + max(LEAST_S, left_s - ORDERLY_END_S)
+            self._ends = until if self._ends is None else min(self._ends, until)
+
     def _until(self) -> float | None:
         """When waiting for a save must end, so that there is time for an orderly end."""
-        deadline = self._deadline()
-        if deadline is None:
-            return None
-        # A deadline that is past is a late word or a clock that jumped: the kill may still be some way off.
-        self._told_at = self._told_at or clock.monotonic()
-        return max(self._told_at + LEAST_S, clock.monotonic() + deadline - clock.now() - ORDERLY_END_S)
+        if self._ends is None:
+            self.must_end_in(self.left_s())
+        return self._ends
 
     def given_up(self, step: int, e: TooLate) -> None:
         """Say that what should have been saved is not."""
         self._event("save_given_up", step=step, why=e.message)
         log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
 
-    def too_late(self) -> bool:
+    def too_late(self, left_s: float) -> bool:
         """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under
         way. The newest committed checkpoint then stands; a save that is killed half way would not change that, only
         cost the orderly end."""
-        deadline = self._deadline()
-        if deadline is None:
-            return False
         saves = 1 + (self._manager.under_way if self._manager is not None else 0)
-        return clock.now() + SAVE_MARGIN * saves * self._slow_s > deadline
+        return SAVE_MARGIN * saves * self._slow_s > left_s
 
     @property
     def _slow_s(self) -> float:

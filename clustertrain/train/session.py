@@ -132,13 +132,15 @@ class Session:
                 self._metrics.close()
                 if self._result.ending != "stopped":
                     self._agreement.drain()
+                    late = False
                     try:
                         self._keeping.settle()  # of a loop that was left before its last step
                     except TooLate as e:
                         self._keeping.given_up(self.step, e)
+                        late = True
                     self._barrier()
                     # A loop of the script's own that left because of poll() has not done all its steps.
-                    stopped = self._agreement.agreed and not self._finished
+                    stopped = late or (self._agreement.agreed and not self._finished)
                     self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
             elif error is not None and self._is_of_the_stop(error):
@@ -168,6 +170,8 @@ class Session:
 
     def _is_of_the_stop(self, error: BaseException) -> bool:
         """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
+        if isinstance(error, TooLate):
+            return True
         if result.is_lost_worker(error):
             # What ends the job may have reached a DataLoader of the script's own before it reached this process.
             return clock.wait_until(self._told_to_stop, WORD_OF_STOP_S)
@@ -364,7 +368,7 @@ class Session:
             stop = self.step < total and self.poll()
             asked = self.step > first and self._agreement.taken("save")
             due = asked or self._keeping.due(self.step)
-            late = stop and self._agreement.any(self._keeping.too_late())
+            late = (stop or self.step == total) and self._is_late() and stop
             settle = not stop and self._agreement.taken("settle")
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
@@ -390,6 +394,13 @@ class Session:
                 self._finished = True
                 return
             yield from self._one_step(first, total)
+
+    def _is_late(self) -> bool:
+        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
+        Collective."""
+        left_s = self._agreement.least(self._keeping.left_s())
+        self._keeping.must_end_in(left_s)
+        return self._agreement.any(self._keeping.too_late(left_s))
 
     def _one_step(self, first: int, total: int) -> Iterator[int]:
         self._logged, self._apart_s = {}, 0.0

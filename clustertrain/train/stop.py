@@ -128,6 +128,14 @@ class StopAgreement:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
         return bool(value.item())
 
+    def least(self, value: float) -> float:
+        """The smallest of all ranks' values. Collective as :meth:`any`."""
+        if self._group is None:
+            return value
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        return float(found.item())
+
     def drain(self) -> None:
         """Wait for what is in flight, so that the group can be closed."""
         if self._posted is not None:

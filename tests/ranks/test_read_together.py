@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from clustertrain.checkpoint import offline
 from clustertrain.checkpoint import together as shared
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.storage import StorageError
+from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
 
@@ -95,26 +99,95 @@ def test_any_layout_is_filled(saved: Path, how: str, ranks: int) -> None:
     assert together(ranks, 1, restore, saved, how) == []
 
 
-def test_ranks_that_do_not_see_each_other_read_for_themselves(saved: Path) -> None:
-    assert together(2, 1, restore, saved, "columns", no_window_in_together) == []
+@pytest.mark.parametrize("setup", ["not_allowed", "another_process", "no_memory", "other_nodes"])
+def test_ranks_that_do_not_see_each_other_read_for_themselves(saved: Path, setup: str) -> None:
+    assert together(3, 1, restore, saved, "columns", SETUPS[setup]) == []
 
 
-def no_window_in_together() -> None:
-    """Setup: rank 1 may not look into rank 0's memory."""
-    original = shared.os.open
+class Changed:
+    """The module ``os`` with something else in one place."""
 
-    class NotAllowed:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os_, name)
+    def __init__(self, **other: Any) -> None:
+        self.__dict__.update(other)
 
-        @staticmethod
-        def open(path: Any, *args: Any) -> int:
-            if str(path).startswith("/proc/") and dist.get_rank() == 1:
-                raise PermissionError(13, "Permission denied")
-            return original(path, *args)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
-    os_ = shared.os
-    shared.os = NotAllowed()  # type: ignore[assignment]
+
+def not_allowed() -> None:
+    """Setup: rank 1 may not look into the others' memory."""
+
+    def open_(path: Any, *args: Any) -> int:
+        if str(path).startswith("/proc/") and dist.get_rank() == 1:
+            raise PermissionError(13, "Permission denied")
+        return os.open(path, *args)
+
+    shared.os = Changed(open=open_)  # type: ignore[assignment]
+
+
+def another_process() -> None:
+    """Setup: what rank 1 finds under another one's number is its own memory, as on two machines that are copies."""
+
+    def open_(path: Any, *args: Any) -> int:
+        own = f"/proc/{os.getpid()}/fd/{path.rpartition('/')[2]}"
+        return os.open(own if dist.get_rank() == 1 else path, *args)
+
+    shared.os = Changed(open=open_)  # type: ignore[assignment]
+
+
+def no_memory() -> None:
+    """Setup: rank 1 cannot have any; the two others go on together."""
+
+    def memfd_create(name: str) -> int:
+        if dist.get_rank() == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return os.memfd_create(name)
+
+    shared.os = Changed(memfd_create=memfd_create)  # type: ignore[assignment]
+
+
+def other_nodes() -> None:
+    """Setup: rank 2 is on another machine than the two others."""
+    original = shared._node
+    shared._node = lambda: bytes(16) if dist.get_rank() == 2 else original()
+
+
+SETUPS: dict[str, Callable[[], None]] = {f.__name__: f for f in (not_allowed, another_process, no_memory, other_nodes)}
+
+
+def test_ranks_that_see_different_checkpoints_say_so(saved: Path, tmp_path: Path) -> None:
+    """Of the same step, as a file system may show that is behind."""
+    both = [tmp_path / "0", tmp_path / "1"]
+    for folder in both:
+        together(2, 1, save, folder, "rows")
+    said = together(2, 1, refusal_of_own, both)
+    assert said == ["the ranks see different checkpoints of the same step"] * 2
+
+
+def refusal_of_own(team: Team, folders: list[Path]) -> list[str]:
+    """Job of a team: what each rank is told that has a folder of its own."""
+    try:
+        manager_of(team, folders[team.rank]).restore(state_of("columns", False))
+        said = "restored"
+    except StorageError as e:
+        found = re.search("the ranks see [a-z ]*", e.message)
+        said = found[0] if found else e.message
+    return _gathered(said)
+
+
+def test_a_tensor_of_another_shape_is_refused(saved: Path) -> None:
+    said = together(2, 1, refusal_of_shape, saved)
+    assert all("small has shape (16, 16) there and (1, 16) here" in s for s in said)
+
+
+def refusal_of_shape(team: Team, folder: Path) -> list[str]:
+    """Job of a team: what each rank is told."""
+    try:
+        manager_of(team, folder).restore({**state_of("plain", False), "small": torch.zeros(1, 16)})
+        said = "restored"
+    except CheckpointError as e:
+        said = e.message
+    return _gathered(said)
 
 
 def test_each_byte_is_read_once_on_a_node(saved: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import clustertrain as ct
 from clustertrain import fsio
+from clustertrain.checkpoint import together
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.train.context import read_plan
@@ -18,6 +19,9 @@ from clustertrain.train.losses import cross_entropy
 from clustertrain.train.model import Decoder
 from clustertrain.train.text import ByteText
 from tests.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
+
+# The model is small: else all ranks would read all of it by themselves.
+together.WORTH_IT, together.CHUNK_BYTES, together.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
 recipe, (layout, batch, _) = load_spec(run).recipe, read_plan(run)
