@@ -270,23 +270,7 @@ class CheckpointManager:
             # What a stop or the end waits for goes where it counts.
             local=str(near.folder_of(self._near_root, folder.name)) if self._near_root and not wait else "",
         )
-        commit = None
-        if self._ranks.rank == 0:
-            commit = Commit(
-                step=step,
-                folder=str(folder),
-                root=str(self._root),
-                engine=self._engine,
-                world_size=self._ranks.world_size,
-                torch=str(torch.__version__),
-                layout=self._layout,
-                values=share.values,
-                reason=reason,
-                metric=metric,
-                about=self._about,
-                policy=self._policy,
-                patience_s=PATIENCE_S,
-            )
+        commit = self._commit(step, folder, share, reason, metric) if self._ranks.rank == 0 else None
         flight = _Flight(write, commit, staging, started, 0.0)
         self._flights.append(flight)
         if isinstance(staged, Trouble):  # told to the others when they land
@@ -300,6 +284,23 @@ class CheckpointManager:
         if not (wait or isinstance(self._worker, Inline)):
             return None
         return self.settle()
+
+    def _commit(self, step: int, folder: Path, share: Share, reason: Reason, metric: Metric | None) -> Commit:
+        return Commit(
+            step=step,
+            folder=str(folder),
+            root=str(self._root),
+            engine=self._engine,
+            world_size=self._ranks.world_size,
+            torch=str(torch.__version__),
+            layout=self._layout,
+            values=share.values,
+            reason=reason,
+            metric=metric,
+            about=self._about,
+            policy=self._policy,
+            patience_s=PATIENCE_S,
+        )
 
     def _is_free(self, staging: Staging) -> bool:
         """Wait until nothing in the memory is needed any more; False: it was still in use at the deadline."""

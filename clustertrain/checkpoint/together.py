@@ -11,6 +11,7 @@ import hashlib
 import mmap
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -124,10 +125,10 @@ class Loads:
         return self.steps[step] if step < len(self.steps) else {}
 
 
-def loads_of(members: Sequence[int], wanted: Sequence[frozenset[int]], sizes: Mapping[int, int]) -> Loads:
-    """``members``: the ranks of the node. ``wanted`` by rank. ``sizes`` of all chunks, in the order in which they
-    should be read."""
-    shared = [c for c in sizes if sum(c in wanted[r] for r in members) > 1]
+def loads_of(wanted: Mapping[int, frozenset[int]], sizes: Mapping[int, int]) -> Loads:
+    """``wanted`` by the ranks of the node. ``sizes`` of all chunks, in the order in which they should be read."""
+    times = Counter(c for chunks in wanted.values() for c in chunks)
+    shared = [c for c in sizes if times[c] > 1]
     loads: list[list[int]] = []
     room = 0
     for c in shared:
@@ -136,8 +137,8 @@ def loads_of(members: Sequence[int], wanted: Sequence[frozenset[int]], sizes: Ma
             room = LOAD_BYTES
         loads[-1].append(c)
         room -= _spaced(sizes[c])
-    n = len(members)
-    steps = [dict(zip(members, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
+    n = len(wanted)
+    steps = [dict(zip(wanted, loads[at : at + n], strict=False)) for at in range(0, len(loads), n)]
     return Loads(steps, frozenset(shared))
 
 
@@ -171,15 +172,13 @@ def read(
         told = ranks.records(me.told + xxhash.xxh3_128_digest(which.encode()))
         if len({t[_TOLD_BYTES:] for t in told}) > 1:
             raise StorageError("the ranks see different checkpoints of the same step: the file system is behind")
-        bits = [_numbers(r) for r in ranks.records(bytes(bitmap))] if bitmap else [frozenset[int]()] * len(told)
-        members: dict[bytes, list[int]] = {}
-        for rank, t in enumerate(told):
-            members.setdefault(t[:_NODE_BYTES], []).append(rank)
-        plans = {node: loads_of(those, bits, chunks.sizes) for node, those in members.items()}
-        plan = plans[me.node]
-        steps = max(len(p.steps) for p in plans.values())
+        # Of other nodes no rank needs to know more than how many steps they take: there may be hundreds.
+        members = [rank for rank, t in enumerate(told) if t[:_NODE_BYTES] == me.node]
+        bitmaps = ranks.records(bytes(bitmap)) if bitmap else [b""] * len(told)
+        plan = loads_of({rank: _numbers(bitmaps[rank]) for rank in members}, chunks.sizes)
+        steps = max(int.from_bytes(n, "big") for n in ranks.records(len(plan.steps).to_bytes(8, "big")))
         if steps:
-            memory = _windows(ranks, told, members[me.node])
+            memory = _windows(ranks, told, members)
             if not _step_by_step(ranks, chunks, wanted, plan, steps, memory, fetch, pool):
                 return None
         return set(wanted) - plan.shared
