@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import torch
 
-from clustertrain import clock, fsio
+from clustertrain import clock
+from clustertrain.checkpoint import folders, points
 from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import points
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background, Inline, Outcome, Worker, WriterDied
 from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
@@ -39,7 +39,6 @@ from clustertrain.checkpoint.trouble import TooLate, Trouble, error, told
 from clustertrain.checkpoint.union import MARK_BYTES, Offer, Share, Union
 from clustertrain.checkpoint.writer import Commit, Write
 from clustertrain.errors import CheckpointError
-from clustertrain.spec.places import is_url
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +185,6 @@ class CheckpointManager:
         self._copied = -1  # step up to which there is nothing left to copy
         self._failing_since: float | None = None  # of copies
         self._worker: Worker = Background(engine) if background else Inline()
-        self._background = background
         buffers = 2 if device.type == "cuda" else 1
         self._stagings = [Staging(root, device, sharers * buffers) for _ in range(buffers)]
         self._local = local
@@ -258,7 +256,7 @@ class CheckpointManager:
             staged = Trouble(why=_LATE, of="deadline")
         elif staged is None or not as_expected:
             staged = self._fill(staging, share.blocks)
-        folder = _folder_of_save(self._root, step, self._attempt, token)
+        folder = folders.of_save(self._root, step, self._attempt, token)
         write = Write(
             step=step,
             folder=str(folder),
@@ -368,7 +366,7 @@ class CheckpointManager:
             if troubles:
                 # Not at the deadline: it may be the file system that does not answer. The next restore does it.
                 if not late:
-                    self._on_rank_0(lambda: _discard(Path(flight.write.folder)), failure)
+                    self._on_rank_0(lambda: folders.discard(Path(flight.write.folder)), failure)
                 raise error(failure, troubles)
             size, save_s = self._on_rank_0(lambda: _committed(flight), failure)
         except TooLate:
@@ -497,7 +495,7 @@ class CheckpointManager:
         try:
             offer = Offer(collect(state, rank_state, self._ranks.rank))
             if step is not None and self._ranks.rank == 0:
-                _make_folder(_folder_of_save(self._root, step, self._attempt, token))
+                folders.make(folders.of_save(self._root, step, self._attempt, token))
         except (OSError, CheckpointError) as e:
             trouble = told(e)
         mark = offer.mark if offer is not None and trouble is None else bytes(MARK_BYTES)
@@ -514,7 +512,7 @@ class CheckpointManager:
         if offering.offer is None or any(r[0] for r in records):
             troubles = self._ranks.troubles(offering.trouble)
             if step is not None and self._ranks.rank == 0:
-                shutil.rmtree(_folder_of_save(self._root, step, self._attempt, token), ignore_errors=True)
+                shutil.rmtree(folders.of_save(self._root, step, self._attempt, token), ignore_errors=True)
             raise error(failure, troubles)
         optimizers = [k for k, v in state.items() if isinstance(v, torch.optim.Optimizer)]
         marks = [r[1 + _TOKEN_BYTES :] for r in records]
@@ -547,7 +545,7 @@ class CheckpointManager:
             CheckpointError: there are checkpoints and none verifies, or they are of other objects.
             StorageError: on every rank, when any of them could not read. That is no damage, and nothing is set aside.
         """
-        self._on_rank_0(self._sweep, f"{self._root}: cannot be used for checkpoints")
+        self._on_rank_0(lambda: folders.sweep(self._root), f"{self._root}: cannot be used for checkpoints")
         restored = self._restore(state)
         if restored is not None:
             self._newest = restored.step
@@ -592,7 +590,7 @@ class CheckpointManager:
                     reader.close()
             if not troubles:
                 finish()
-                self._on_rank_0(lambda: _set_aside(skipped), "damaged checkpoints cannot be set aside")
+                self._on_rank_0(lambda: folders.mark_damaged(skipped), "damaged checkpoints cannot be set aside")
                 restored = Restored(step, folder, rank_state, clock.monotonic() - started, skipped)
                 return self._with_local(restored, manifest.made_in if manifest else "", nearer.bytes if nearer else 0)
             if other_objects is not None:
@@ -637,20 +635,6 @@ class CheckpointManager:
         assert self._remote is not None
         return RemoteFolder(self._remote.url)
 
-    def _sweep(self) -> None:
-        """Clear away what a killed save has left. Only the attempt that owns the run gets here."""
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o750)
-        for old in self._root.glob(".old-step-*"):
-            final = self._root / old.name.removeprefix(".old-")
-            if final.exists():
-                shutil.rmtree(old)
-            else:  # killed between the two renames of writer.publish
-                old.rename(final)
-        for rest in self._root.glob(".swept.step-*"):
-            shutil.rmtree(rest, ignore_errors=True)
-        for staging in self._root.glob(".step-*"):
-            _discard(staging)
-
 
 def _completed(reader: Reader) -> Trouble | None:
     try:
@@ -658,19 +642,6 @@ def _completed(reader: Reader) -> Trouble | None:
     except (Damaged, StorageError) as e:
         return told(e)
     return None
-
-
-def _discard(folder: Path) -> None:
-    """Of a save that was not committed. A writer may be at work in it, and even commit it: under another name it is out
-    of its reach as a whole, or not there any more."""
-    away = folder.with_name(f".swept{folder.name}")
-    try:
-        folder.rename(away)
-    except FileNotFoundError:
-        return
-    except OSError:  # ENOTEMPTY: swept before, and made again by a writer that came late
-        shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(away, ignore_errors=True)
 
 
 def _is_late(outcome: Outcome | None) -> bool:
@@ -692,36 +663,3 @@ def _committed(flight: _Flight) -> tuple[int, float]:
     if outcome.trouble is not None:
         raise error("", [outcome.trouble])
     return outcome.bytes, outcome.ended - flight.started
-
-
-def _folder_of_save(root: Path, step: int, attempt: str, token: bytes) -> Path:
-    """A folder that no other save has, not even one of the same step: a writer that has outlived its rank may still be
-    at work in that."""
-    return index.staging_folder(root, step, f"{attempt}-{token.hex()}")
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.parent.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-        fsio.fsync_folder(folder.parent.parent)
-    folder.mkdir(mode=0o750)
-
-
-def _no_longer_committed(folder: RemoteFolder) -> None:
-    """Nothing can be renamed there. Without its marker it does not count, and is replaced by a copy that is whole."""
-    try:
-        (folder / index.COMMITTED).unlink()
-    except OSError as e:
-        log.warning("%s is damaged and stays: %s", folder, e)
-
-
-def _set_aside(skipped: list[dict[str, Any]]) -> None:
-    for entry in skipped:
-        if is_url(entry["path"]):
-            _no_longer_committed(RemoteFolder(entry["path"]))
-            continue
-        folder = Path(entry["path"])
-        away = index.damaged_folder(folder)
-        if away.exists():
-            shutil.rmtree(away)
-        folder.rename(away)

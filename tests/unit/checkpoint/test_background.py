@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from clustertrain import clock, settings
+from clustertrain.checkpoint import folders, offline, staging
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, staging
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background
 from clustertrain.checkpoint.blocks import read_into
 from clustertrain.checkpoint.integrity import BLOCK_BYTES
-from clustertrain.checkpoint.manager import CheckpointManager, Saved, _discard
+from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.checkpoint.manifest import Damaged
 from clustertrain.checkpoint.staging import Staging, available_memory
 from clustertrain.checkpoint.state import block
@@ -158,11 +158,11 @@ def test_what_a_late_writer_makes_again_is_no_hindrance(manager: CheckpointManag
         (root / name / "rank-0.bin").write_bytes(b"late")
     assert saved_value(root, 3) == 1.0
     assert [p.name for p in root.iterdir()] == ["step-00000003"]
-    _discard(root / "nothing there")
+    folders.discard(root / "nothing there")
     for name in (".step-00000009-1-abcd", ".swept.step-00000009-1-abcd"):
         (root / name).mkdir()
         (root / name / "rank-0.bin").write_bytes(b"late")
-    _discard(root / ".step-00000009-1-abcd")
+    folders.discard(root / ".step-00000009-1-abcd")
     assert [p.name for p in root.iterdir()] == ["step-00000003"]
 
 
