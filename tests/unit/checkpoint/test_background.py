@@ -138,7 +138,7 @@ def test_the_deadline_may_fall_into_the_commit(
     manager.save(3, state_of(1.0), wait=True)
     manager._worker.close()
     monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # of the next process
-    until.append(clock.monotonic() + 1.5)
+    until.append(clock.monotonic() + 0.5)
     with pytest.raises(TooLate, match="step 6 was not saved"):
         manager.save(6, state_of(2.0), wait=True)
     hung = writer_of(manager)

@@ -44,6 +44,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 # -- transformers
 
 
+@pytest.mark.ranks  # transformers takes seconds to import
 @pytest.mark.parametrize(
     ("sizes", "shard_bytes"),
     [
