@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clustertrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def folder() -> Path:
@@ -30,6 +34,11 @@ def directive(value: str) -> str:
 
 
 def fill(name: str, values: dict[str, Any]) -> str:
+    return _environment().get_template(name).render(values)
+
+
+@functools.cache  # it keeps the compiled templates: compiling one takes longer than filling it for each run of a sweep
+def _environment() -> jinja2.Environment:
     # Not at the top: importing jinja2 takes longer than everything else that a submission needs.
     import jinja2
 
@@ -43,4 +52,4 @@ def fill(name: str, values: dict[str, Any]) -> str:
     )
     environment.filters["sh"] = shlex.quote
     environment.filters["directive"] = directive
-    return environment.get_template(name).render(values)
+    return environment
