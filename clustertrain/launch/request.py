@@ -66,7 +66,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     """Merge, check and plan. ``known`` is a backend that was chosen before, so that it need not be looked for again.
 
     Raises:
-        UsageError: the target does not exist.
+        UsageError: the target does not exist; a value is not UTF-8.
         ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide.
     """
     document, script, name = _read_target(request)
@@ -89,6 +89,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
     recipe = Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__})
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
+    _refuse_other_encodings(spec)
     render.check_environment(spec.env)
     if recipe.rehearsal.preempt_at_steps and backend.name != "local":
         raise ConfigError(
@@ -103,6 +104,14 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         python=profile.python or sys.executable,
         code=_code(request, script, recipe.model.entry),
     )
+
+
+def _refuse_other_encodings(spec: RunSpec) -> None:
+    """The files of a run are UTF-8, and bytes of the command line that are not arrive as lone surrogates (PEP 383)."""
+    try:
+        msgspec.json.encode(spec)
+    except UnicodeEncodeError as e:
+        raise UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?") from e
 
 
 def _code(request: SubmitRequest, script: ScriptSpec | None, entry: str) -> Path | None:

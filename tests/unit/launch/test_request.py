@@ -157,3 +157,19 @@ def test_the_checkpoint_folder_becomes_absolute(ask: Prepare, tmp_path: Path) ->
 def test_every_example_has_a_plan(example: Path, fake_slurm: FakeSlurm) -> None:
     prepared = prepare(SubmitRequest(target=str(example), cwd=EXAMPLES))
     assert prepared.plan.batch.global_batch > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"env": {"V": "caf\udce9"}},
+        {"job": {"account": "caf\udce9"}},
+        {"job": {"sbatch": {"comment": "caf\udce9"}}},
+        {"target": "train.py", "args": ("caf\udce9",)},
+    ],
+)
+def test_what_is_not_utf8_is_refused_in_words(ask: Prepare, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Python stands a surrogate for each byte of an argument that is not UTF-8 (PEP 383)."""
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(UsageError, match=r"'caf\\udce9' is not UTF-8"):
+        ask(**more)
