@@ -94,8 +94,11 @@ def directives(given: ScriptInput) -> list[tuple[str, str]]:
     # Relative to --chdir, which is an argument of sbatch: the run directory is the job's WorkDir.
     requeue = "requeue" if job.max_requeues else "no-requeue"
     pairs += [(requeue, ""), ("open-mode", "append"), ("output", "job.log")]
+    asked = dict(pairs)
     for key, value in job.sbatch.items():
-        pairs.append((_checked_key(key, value), value))
+        name = _checked_key(key, value)
+        # Of two --gres sbatch takes the last alone: the GPUs would be gone.
+        pairs.append((name, f"{asked['gres']},{value}" if name == "gres" and name in asked else value))
     for key, value in pairs:
         _refuse_control(f"--{key}", value)
     return pairs
@@ -137,13 +140,20 @@ def _local_options(job: JobSpec) -> list[str]:
 
 def _checked_key(key: str, value: str) -> str:
     name = key.lstrip("-").replace("_", "-")
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option")
-    if name in _OWN_KEYS:
-        instead = _OWN_KEYS[name]
+    if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+        raise ConfigError(f"--sbatch {key!r}: not the name of an sbatch option", fix="give its long name")
+    # sbatch takes the first letters of a name for the name; no other option's name begins one of these.
+    own = next((own for own in _OWN_KEYS if own.startswith(name)), None)
+    if own is not None:
+        instead = _OWN_KEYS[own]
         raise ConfigError(
-            f"--sbatch {name}={value}: clustertrain sets --{name} itself",
+            f"--sbatch {name}={value}: clustertrain sets --{own} itself",
             fix=f"use {instead}" if instead else "leave it out",
+        )
+    if name == "gres" and re.search(r"(^|,)gpu\b", value):
+        raise ConfigError(
+            f"--sbatch {name}={value}: clustertrain asks for GPUs itself",
+            fix="use --gpus and --gpu-type; where the site wants them as a GRES, gpus_flag in the cluster profile",
         )
     return name
 

@@ -217,16 +217,33 @@ def test_control_characters_are_refused(field: str, value: str) -> None:
         job_script(given(**{field: value}))
 
 
-@pytest.mark.parametrize("key", ["nodes", "chdir", "output", "time", "array", "--wrap", "cpus_per_task", "signal"])
+# sbatch takes the first letters of an option for the option (getopt_long).
+@pytest.mark.parametrize("key", ["nodes", "chdir", "output", "time", "array", "--wrap", "cpus_per_task", "signal",
+                                 "arra", "open-m", "ntasks-per", "gpus-per"])  # fmt: skip
 def test_what_clustertrain_sets_cannot_be_passed_through(key: str) -> None:
     with pytest.raises(ConfigError, match="clustertrain sets"):
         job_script(given(sbatch={key: "1"}))
 
 
-@pytest.mark.parametrize("key", ["", "a b", "x;y", "$(x)", "K=V", "comment\n"])
+@pytest.mark.parametrize("key", ["", "p", "a b", "x;y", "$(x)", "K=V", "comment\n"])
 def test_passed_keys_are_names_of_options(key: str) -> None:
     with pytest.raises(ConfigError, match="not the name"):
         job_script(given(sbatch={key: "1"}))
+
+
+def test_another_gres_is_asked_for_beside_the_gpus() -> None:
+    """Of two --gres sbatch takes the last alone."""
+    by_gres = ClusterProfile(gpus_flag="gres")
+    text = job_script(given(gpus=4, gpu_type="h100", profile=by_gres, sbatch={"gres": "lscratch:100"}))
+    last = [line for line in text.splitlines() if line.startswith("#SBATCH --gres=")][-1]
+    assert last == "#SBATCH --gres=gpu:h100:4,lscratch:100"
+    assert "#SBATCH --gres=lscratch:100\n" in job_script(given(gpus=4, sbatch={"gres": "lscratch:100"}))
+
+
+@pytest.mark.parametrize("value", ["gpu:2", "lscratch:1,gpu:a100:2", "gpu"])
+def test_gpus_cannot_be_passed_through_as_a_gres(value: str) -> None:
+    with pytest.raises(ConfigError, match="asks for GPUs itself"):
+        job_script(given(sbatch={"gres": value}))
 
 
 def test_passed_options_come_last_and_may_have_no_value() -> None:
