@@ -14,6 +14,7 @@
 #SBATCH --exclusive
 
 # shellcheck disable=SC1003,SC2016  # values are quoted so that nothing in them is expanded
+# shellcheck disable=SC1090,SC1091  # what the set-up sources is on the cluster
 
 # Written by `clustertrain submit`. What was decided, and why, is in plan.json beside this file.
 
