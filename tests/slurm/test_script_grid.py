@@ -1,0 +1,52 @@
+"""Scripts rendered for a grid of options, as sbatch of the real cluster reads them. Their shell part is
+tests/unit/launch/test_rendered_grid.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.script_grid import cases, options
+
+pytestmark = pytest.mark.slurm
+HOSTS = "NodeName=node[01-04]"
+
+
+@pytest.fixture
+def stocked(cluster: Any) -> Iterator[Any]:
+    """The cluster with what the grid asks for by name. Accounts and QOS need not be known: it enforces none."""
+    resource = ("resource", f"name={options.LICENSE}", f"server={options.LICENSE_SERVER}")
+    try:
+        cluster.run("scontrol", "update", HOSTS, f"AvailableFeatures={options.FEATURES}")
+        # FLEX and far away: jobs may use it now, and it keeps nobody else's from starting.
+        cluster.run("scontrol", "create", "reservation", f"ReservationName={options.RESERVATION}",
+                    "StartTime=now+365days", "Duration=60", "Nodes=ALL", "Users=root", "Flags=FLEX")  # fmt: skip
+        cluster.run("sacctmgr", "-i", "add", *resource, "count=8", "type=license", "cluster=testbed",
+                    "percentallowed=100")  # fmt: skip
+        cluster.wait_for(
+            lambda: options.LICENSE in cluster.run("scontrol", "show", "licenses", check=False).stdout,
+            30,
+            "the licences that slurmctld hears of from slurmdbd",
+        )
+        yield cluster
+    finally:
+        cluster.run("sacctmgr", "-i", "delete", *resource, check=False)
+        cluster.run("scontrol", "delete", "reservation", options.RESERVATION, check=False)
+        cluster.run("scontrol", "update", HOSTS, "AvailableFeatures=", "ActiveFeatures=", check=False)
+
+
+def test_sbatch_accepts_every_script_and_reads_what_was_asked(stocked: Any, tmp_path: Path) -> None:
+    grid = cases.render(cases.make_cases(tmp_path), tmp_path, cases.surroundings(tmp_path, stocked.env))
+    assert len(grid) >= 200
+    for scripts in grid:
+        folder = scripts.handed_over.parent
+        done = stocked.run("sbatch", "--test-only", "--verbose", f"--chdir={folder}", str(scripts.handed_over))
+        # sbatch: account             : what it made of the script's directives
+        read = dict(re.findall(r"^sbatch: (\S+) +: (.*)$", done.stderr, flags=re.MULTILINE))
+        asked = scripts.case.reads
+        assert {key: read.get(key) for key in asked} == asked, (scripts, done.stderr)
+        assert re.search(r"^sbatch: Job \d+ to start at ", done.stderr, flags=re.MULTILINE), (scripts, done.stderr)
