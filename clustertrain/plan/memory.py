@@ -9,14 +9,18 @@ from __future__ import annotations
 import msgspec
 
 from clustertrain.plan.activations import Part, Pass, activation_bytes, logits_bytes, parts
+from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import ModelSpec
+from clustertrain.plan.stack import CLUSTERTRAIN, Stack
 
 GIB = 1024**3
 SAFE_FRACTION = 0.8  # of 454 runs none whose estimate lay below 80 % of the memory ran out of it (arXiv 2411.06465)
-WEIGHT_BYTES = 4  # fp32 master weights; bf16 training keeps them too
-GRAD_BYTES = 4
-OPTIMIZER_BYTES = 8  # AdamW: two fp32 moments
+# Of the built-in trainer: fp32 weights, which bf16 training keeps too, fp32 gradients, AdamW's two fp32 moments.
+WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = (
+    CLUSTERTRAIN.weight_bytes,
+    CLUSTERTRAIN.grad_bytes,
+    CLUSTERTRAIN.optimizer_bytes,
+)
 # CUDA context 0.5 to 0.9 GiB, process group and NCCL buffers 1 to 2 GiB (stas00/ml-engineering).
 CONTEXT_BYTES = GIB
 DISTRIBUTED_BYTES = GIB
@@ -37,23 +41,27 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
-def of_rank(model: ModelSpec, layout: Layout, run: Pass, capacity_gib: float | None) -> Memory:
+def of_rank(
+    model: Decoder, layout: Layout, run: Pass, capacity_gib: float | None, stack: Stack = CLUSTERTRAIN
+) -> Memory:
     """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= 80 % of ``capacity_gib``.
 
     Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits.
     """
-    found = [_of_part(model, layout, run, part, capacity_gib) for part in parts(model, layout, run.grad_accum)]
+    held = parts(model, layout, run.grad_accum, even=stack.even_stages)
+    found = [_of_part(model, layout, run, part, capacity_gib, stack) for part in held]
     return max(found, key=lambda memory: memory.peak_gib or 0.0)
 
 
-def _of_part(model: ModelSpec, layout: Layout, run: Pass, part: Part, capacity_gib: float | None) -> Memory:
-    params, grads, optimizer = _states(model, layout, run, part)
-    activations = activation_bytes(model, run, layout, part)
+def _of_part(model: Decoder, layout: Layout, run: Pass, part: Part, capacity_gib: float | None, stack: Stack) -> Memory:
+    params, grads, optimizer = _states(model, layout, run, part, stack)
+    activations = activation_bytes(model, run, layout, part, stack)
     # GPipe does all forward passes first and so has the logits of all micro-batches.
     waiting = part.in_flight if layout.schedule == "gpipe" else 1.0
-    logits = round(logits_bytes(model, run, layout) * waiting) if part.head else 0
+    logits = round(logits_bytes(model, run, layout, stack) * waiting) if part.head else 0
+    update = stack.update_bytes / stack.optimizer_bytes
     overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
-    peak = params + grads + optimizer + activations + logits + overhead
+    peak = params + grads + optimizer + max(activations + logits, optimizer * update) + overhead
     return Memory(
         params_gib=params / GIB,
         grads_gib=grads / GIB,
@@ -67,21 +75,28 @@ def _of_part(model: ModelSpec, layout: Layout, run: Pass, part: Part, capacity_g
     )
 
 
-def _states(model: ModelSpec, layout: Layout, run: Pass, part: Part) -> tuple[float, float, float]:
+def _states(model: Decoder, layout: Layout, run: Pass, part: Part, stack: Stack) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device."""
     block, ends = _block_parameters(model, layout.tp), _end_parameters(model, layout, part)
     own = part.blocks * block + ends
     # Ranks that share a sequence share its parameters too.
     held = -(-own // (layout.dp_shard * layout.cp if layout.sharded else 1))
     on_device = 0 if layout.offload else held
-    params, grads, optimizer = on_device * WEIGHT_BYTES, on_device * GRAD_BYTES, on_device * OPTIMIZER_BYTES
-    if layout.fully_sharded:
-        more_params, more_grads = _gathered_bytes(part.blocks, block, ends, layout, run)
+    params, grads, optimizer = (
+        on_device * n for n in (stack.weight_bytes, stack.grad_bytes, stack.optimizer_bytes)
+    )  # fmt: skip
+    if layout.offload and not stack.offloads_weights:
+        params = held * stack.weight_bytes
+    if layout.sharded or (layout.fully_sharded and stack.wraps_parts):
+        more_params, more_grads = _gathered_bytes(part.blocks, block, ends, layout, run, stack)
         return params + more_params, grads + more_grads, optimizer
     if layout.zero1:
-        # Whole parameters are dealt out, so no rank gets by with less than the largest one.
-        largest = max(model.vocab_size * model.dim, model.dim * model.hidden)
-        optimizer = max(-(-held // layout.dp_replicate), largest) * OPTIMIZER_BYTES
+        # Whole parameters are dealt out here, so no rank gets by with less than the largest one.
+        largest = max(model.vocab_size * model.dim, model.dim * model.hidden) if stack is CLUSTERTRAIN else 0
+        group = stack.zero_group or layout.gradient_ranks
+        optimizer = max(-(-held // group), largest) * stack.optimizer_bytes
+        if stack.shards_gradients:
+            grads = -(-held // group) * stack.grad_bytes
     if run.autocast:
         # The casts of the weights live as long as the graph of their micro-batch, or are redone block by block.
         cast = own if layout.activation_checkpointing == "none" else block + ends
@@ -89,19 +104,19 @@ def _states(model: ModelSpec, layout: Layout, run: Pass, part: Part) -> tuple[fl
     return params, grads, optimizer
 
 
-def _block_parameters(model: ModelSpec, tp: int) -> int:
+def _block_parameters(model: Decoder, tp: int) -> int:
     """Of one block on one rank: tensor parallel divides the matrices and repeats the norms."""
     norms = 2 * model.dim
     return (model.block_parameters() - norms) // tp + norms
 
 
-def _end_parameters(model: ModelSpec, layout: Layout, part: Part) -> int:
+def _end_parameters(model: Decoder, layout: Layout, part: Part) -> int:
     """What is in no block: embeddings, head, last norm. Tied embeddings are one matrix where they are in one stage."""
     tables = part.embedding + part.head - (model.tie_embeddings and layout.pp == 1)
     return tables * model.vocab_size * model.dim // layout.tp + (model.dim if part.head else 0)
 
 
-def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass) -> tuple[int, int]:
+def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass, stack: Stack) -> tuple[int, int]:
     """Whole parameters and whole gradients that a sharded rank holds at its peak.
 
     Embeddings and head are whole for the length of a pass; of the blocks the running and the prefetched one, or all
@@ -110,7 +125,7 @@ def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pas
     """
     gathered = min(blocks, 2) if layout.reshard_after_forward else blocks
     params = (ends + gathered * block) * run.compute_bytes
-    reduced = max(ends, block) * GRAD_BYTES
-    if run.grad_accum > 1 and run.parallel.defer_reduction:
-        return params, (ends + blocks * block) * GRAD_BYTES + reduced
+    reduced = max(ends, block) * stack.reduce_bytes
+    if run.grad_accum > 1 and run.parallel.defer_reduction and stack.defer_reduction:
+        return params, (ends + blocks * block) * stack.grad_bytes + reduced
     return params, (ends + block) * run.compute_bytes + reduced

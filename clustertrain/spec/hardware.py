@@ -1,4 +1,7 @@
-"""GPU types and their memory, for the plan. Names are those that sites give their Slurm gres types."""
+"""GPU types: their memory, what their matrix units can do and how fast data moves, as data with a source a line.
+
+Names are those that sites give their Slurm gres types. To add a type, add a line to ``CATALOGUE``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,26 @@ import msgspec
 
 
 class GpuType(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen. ``fp8``
-    and ``bf16``: whether its matrix units multiply such numbers; those with bf16 have tf32 or its like."""
+    """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen.
+
+    The rates are the vendor's dense ones, without sparsity, in TFLOP/s (1e12); 0: there is no such unit. ``tflops``:
+    of the 16-bit format that training uses, bf16 where there is one. ``memory_gb_s``: of the HBM. ``link_gb_s``: one
+    GPU's NVLink (or its like) in one direction, 0 where the GPUs of a node talk over PCIe; ``domain``: how many GPUs
+    such links join, 0: those of a node. ``fabric_gb_s``: one GPU's share of the network in the system that the type
+    usually comes in. All GB are 1e9 bytes.
+    """
 
     name: str
     memory_gib: float
     source: str
-    fp8: bool
+    tflops: float = 0.0
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
+    memory_gb_s: float = 0.0
+    link_gb_s: float = 0.0
+    domain: int = 0
+    fabric_gb_s: float = 12.5
+    power: float = 1.0  # of the rates, what a card with a lower power limit than its type's sustains
     bf16: bool = True
     usable_gib: float | None = None
 
@@ -22,60 +38,95 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
     def capacity_gib(self) -> float:
         return self.usable_gib if self.usable_gib is not None else self.memory_gib
 
+    @property
+    def fp8(self) -> bool:
+        return self.fp8_tflops > 0
 
-# Transformer Engine's support matrix: fp8 from compute capability 8.9 (Ada) on. AMD: from CDNA 3 (MI300) on.
-_FIRST_FP8 = 8.9
+
 _FIRST_BF16 = 8.0  # NVIDIA Ampere; and tf32
 
 
-def _nvidia(name: str, capability: float, memory_gib: float, sheet: str, usable_gib: float | None = None) -> GpuType:
-    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"."""
+def _nvidia(
+    name: str,
+    capability: float,
+    memory_gib: float,
+    rates: tuple[float, float, float],
+    memory_gb_s: float,
+    link_gb_s: float,
+    sheet: str,
+    *,
+    fabric_gb_s: float = 12.5,
+    domain: int = 0,
+    usable_gib: float | None = None,
+    power: float = 1.0,
+) -> GpuType:
+    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"; ``rates``: 16, 8 and 4 bits."""
     return GpuType(
         name=name,
         memory_gib=memory_gib,
         source=f"NVIDIA {sheet} data sheet",
-        fp8=capability >= _FIRST_FP8,
+        tflops=rates[0],
+        fp8_tflops=rates[1],
+        fp4_tflops=rates[2],
+        memory_gb_s=memory_gb_s,
+        link_gb_s=link_gb_s,
+        domain=domain,
+        fabric_gb_s=fabric_gb_s,
         bf16=capability >= _FIRST_BF16,
         usable_gib=usable_gib,
+        power=power,
     )
 
 
 # Vendors' "GB" of HBM and GDDR are binary: an "80 GB" A100 reports 81920 MiB in nvidia-smi. Data-centre cards reserve a
-# little of it; 0.8 of the capacity, which the plan stays below, covers that.
+# little of it; the safety margin of the search covers that.
+# Networks: 12.5 GB/s a GPU is one 100 Gbit/s port a GPU. DGX A100: 8 x 200 Gbit/s (HDR); DGX H100, H200 and B200: 8 x
+# 400 (NDR); GB200 NVL72: 400 a GPU; DGX B300 and GB300: 800 (ConnectX-8): NVIDIA's guides of these systems.
+# Data sheets that state rates with sparsity are halved here.
 CATALOGUE: tuple[GpuType, ...] = (
-    _nvidia("p100", 6.0, 16, "Tesla P100"),
-    _nvidia("v100", 7.0, 16, "Tesla V100"),
-    _nvidia("v100-32gb", 7.0, 32, "Tesla V100"),
-    _nvidia("t4", 7.5, 16, "T4", 15.0),
-    _nvidia("rtx-2080-ti", 7.5, 11, "GeForce RTX 2080 Ti"),
-    _nvidia("rtx-3090", 8.6, 24, "GeForce RTX 3090"),
-    _nvidia("rtx-4090", 8.9, 24, "GeForce RTX 4090"),
-    _nvidia("rtx-5090", 12.0, 32, "GeForce RTX 5090"),
-    _nvidia("rtx-6000", 7.5, 24, "Quadro RTX 6000"),
-    _nvidia("rtx-8000", 7.5, 48, "Quadro RTX 8000"),
-    _nvidia("a10", 8.6, 24, "A10", 22.5),
-    _nvidia("a16", 8.6, 16, "A16"),
-    _nvidia("a30", 8.0, 24, "A30"),
-    _nvidia("a40", 8.6, 48, "A40", 45.0),
-    _nvidia("a6000", 8.6, 48, "RTX A6000"),
-    _nvidia("a100", 8.0, 40, "A100"),
-    _nvidia("a100-80gb", 8.0, 80, "A100"),
-    _nvidia("l4", 8.9, 24, "L4", 22.5),
-    _nvidia("l40", 8.9, 48, "L40", 45.0),
-    _nvidia("l40s", 8.9, 48, "L40S", 45.0),
-    _nvidia("h100", 9.0, 80, "H100"),
-    _nvidia("h100-94gb", 9.0, 94, "H100 NVL"),
-    _nvidia("h200", 9.0, 141, "H200", 139.8),
-    _nvidia("gh200", 9.0, 96, "GH200"),
-    _nvidia("b200", 10.0, 180, "DGX B200"),
-    _nvidia("gb200", 10.0, 186, "GB200 NVL72"),
-    _nvidia("b300", 10.3, 270, "DGX B300"),
-    GpuType(name="mi250", memory_gib=64, fp8=False, source="AMD Instinct MI250 data sheet: 128 GB in two devices"),
-    GpuType(name="mi250x", memory_gib=64, fp8=False, source="AMD Instinct MI250X data sheet: 128 GB in two devices"),
-    GpuType(name="mi300a", memory_gib=128, fp8=True, source="AMD Instinct MI300A data sheet"),
-    GpuType(name="mi300x", memory_gib=192, fp8=True, source="AMD Instinct MI300X data sheet"),
-    GpuType(name="mi325x", memory_gib=256, fp8=True, source="AMD Instinct MI325X data sheet"),
-)
+    _nvidia("p100", 6.0, 16, (21.2, 0, 0), 732, 80, "Tesla P100"),
+    _nvidia("v100", 7.0, 16, (125, 0, 0), 900, 150, "Tesla V100"),
+    _nvidia("v100-32gb", 7.0, 32, (125, 0, 0), 900, 150, "Tesla V100"),
+    _nvidia("t4", 7.5, 16, (65, 0, 0), 320, 0, "T4", usable_gib=15.0),
+    _nvidia("rtx-2080-ti", 7.5, 11, (53.8, 0, 0), 616, 0, "GeForce RTX 2080 Ti"),
+    _nvidia("rtx-3090", 8.6, 24, (71, 0, 0), 936, 0, "GeForce RTX 3090"),
+    _nvidia("rtx-4090", 8.9, 24, (165, 330, 0), 1008, 0, "GeForce RTX 4090"),
+    _nvidia("rtx-5090", 12.0, 32, (210, 419, 838), 1792, 0, "GeForce RTX 5090"),
+    _nvidia("rtx-6000", 7.5, 24, (130.5, 0, 0), 672, 0, "Quadro RTX 6000"),
+    _nvidia("rtx-8000", 7.5, 48, (130.5, 0, 0), 672, 0, "Quadro RTX 8000"),
+    _nvidia("a10", 8.6, 24, (125, 0, 0), 600, 0, "A10", usable_gib=22.5),
+    _nvidia("a16", 8.6, 16, (18, 0, 0), 200, 0, "A16"),
+    _nvidia("a30", 8.0, 24, (165, 0, 0), 933, 0, "A30"),
+    _nvidia("a40", 8.6, 48, (149.7, 0, 0), 696, 0, "A40", usable_gib=45.0),
+    _nvidia("a6000", 8.6, 48, (154.8, 0, 0), 768, 0, "RTX A6000"),
+    _nvidia("a100", 8.0, 40, (312, 0, 0), 1555, 300, "A100", fabric_gb_s=25),
+    _nvidia("a100-80gb", 8.0, 80, (312, 0, 0), 2039, 300, "A100", fabric_gb_s=25),
+    _nvidia("a800", 8.0, 80, (312, 0, 0), 2039, 200, "A800", fabric_gb_s=25),
+    _nvidia("l4", 8.9, 24, (121, 242, 0), 300, 0, "L4", usable_gib=22.5),
+    _nvidia("l40", 8.9, 48, (181, 362, 0), 864, 0, "L40", usable_gib=45.0),
+    _nvidia("l40s", 8.9, 48, (362, 733, 0), 864, 0, "L40S", usable_gib=45.0),
+    _nvidia("h100", 9.0, 80, (989, 1979, 0), 3350, 450, "H100", fabric_gb_s=50),
+    _nvidia("h100-94gb", 9.0, 94, (835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25),
+    # HBM2e and 500 W, as torchtitan's benchmarks print it; power: set with the constants of plan/compute.py.
+    _nvidia("h100-96gb", 9.0, 96, (989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
+    _nvidia("h800", 9.0, 80, (989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
+    _nvidia("h200", 9.0, 141, (989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),
+    _nvidia("gh200", 9.0, 96, (989, 1979, 0), 4000, 450, "GH200", fabric_gb_s=50),
+    _nvidia("b200", 10.0, 180, (2250, 4500, 9000), 7700, 900, "DGX B200", fabric_gb_s=50),
+    _nvidia("gb200", 10.0, 186, (2500, 5000, 10000), 8000, 900, "GB200 NVL72", fabric_gb_s=50, domain=72),
+    _nvidia("b300", 10.3, 270, (2250, 4500, 13500), 7700, 900, "DGX B300", fabric_gb_s=100),
+    _nvidia("gb300", 10.3, 288, (2500, 5000, 15000), 8000, 900, "GB300 NVL72", fabric_gb_s=100, domain=72),
+    GpuType(name="mi250", memory_gib=64, tflops=181, memory_gb_s=1638, link_gb_s=100,
+            source="AMD Instinct MI250 data sheet: 128 GB in two devices"),
+    GpuType(name="mi250x", memory_gib=64, tflops=191.5, memory_gb_s=1638, link_gb_s=100, fabric_gb_s=12.5,
+            source="AMD Instinct MI250X data sheet: 128 GB in two devices"),
+    GpuType(name="mi300a", memory_gib=128, tflops=981, fp8_tflops=1961, memory_gb_s=5300, link_gb_s=192,
+            fabric_gb_s=25, source="AMD Instinct MI300A data sheet"),
+    GpuType(name="mi300x", memory_gib=192, tflops=1307, fp8_tflops=2615, memory_gb_s=5300, link_gb_s=448,
+            fabric_gb_s=50, source="AMD Instinct MI300X data sheet"),
+    GpuType(name="mi325x", memory_gib=256, tflops=1307, fp8_tflops=2615, memory_gb_s=6000, link_gb_s=448,
+            fabric_gb_s=50, source="AMD Instinct MI325X data sheet"),
+)  # fmt: skip
 
 _BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}
 # Form factors and vendors' words that say nothing about the memory.

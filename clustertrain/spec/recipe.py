@@ -88,6 +88,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Width of the feed-forward layer."""
         return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
 
+    @property
+    def gated(self) -> bool:
+        return True  # SwiGLU
+
     def block_parameters(self) -> int:
         """Of one layer: attention, feed-forward and two norms."""
         head = self.dim // self.heads

@@ -1,0 +1,256 @@
+"""A row of a table of published configurations as the planner's own terms: model, layout, pass, framework, machine.
+
+The columns and their conventions are those of the survey that the table comes with. An empty cell takes a default that
+stands here, beside the column; a row that cannot be understood raises ConfigError, which becomes its ``pred_note``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan import network, stack
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.decoder import Shape
+from clustertrain.plan.layout import Layout, Strategy
+from clustertrain.plan.stack import Stack
+from clustertrain.spec import hardware
+from clustertrain.spec.hardware import GpuType
+
+DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
+GPUS_PER_NODE = 8  # of DGX and HGX systems; 4 in the trays of an NVL72
+_STRATEGIES: Mapping[str, Strategy] = {
+    "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
+    "hier_zero1": "zero1", "zero2": "zero1", "zero2_like": "zero1", "ddp": "ddp", "none": "ddp",
+}  # fmt: skip
+_PRECISIONS = (
+    (r"fp4", "fp4"),
+    (r"mx|alternative granularity", "mxfp8"),
+    (r"fp8", "fp8"),
+    (r"fp16|float16|half", "fp16"),
+    (r"tf32", "tf32"),
+    (r"fp32", "fp32"),
+)
+_RECOMPUTES = {"": "", "no": "none", "none": "none", "selective": "selective_attn", "selective_op": "selective_op"}
+# Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
+_GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """``recompute`` may be empty: not stated. ``shards``: the ranks that a ZeRO group spans, where not all."""
+
+    shape: Shape
+    layout: Layout
+    seq_len: int
+    micro_batch: int  # 0: not stated
+    global_batch: int  # 0: not stated
+    recompute: str
+    precision: str
+    compiled: bool
+    stack: Stack
+    gpu: GpuType
+    capacity_gib: float
+    gpus_per_node: int
+    fabric_gb_s: float
+    gpus: int  # 0: not stated
+    stated: bool  # whether the layout is
+
+    @property
+    def grad_accum(self) -> int:
+        micro = max(1, self.micro_batch)
+        if not self.global_batch:
+            return 4 * self.layout.pp if self.layout.pp > 1 else 1
+        return max(1, round(self.global_batch / (micro * self.layout.data_parallel)))
+
+    @property
+    def network(self) -> network.Network:
+        return network.of(self.gpu, self.gpus_per_node, self.fabric_gb_s)
+
+    def pass_of(self, **changes: int) -> Pass:
+        return Pass(
+            seq_len=self.seq_len,
+            micro_batch=max(1, self.micro_batch),
+            grad_accum=self.grad_accum,
+            compute="fp8" if self.precision in ("fp8", "mxfp8", "fp4") else "bf16",
+            device="cuda",
+        )
+
+
+def _number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
+    text = (row.get(name) or "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{name} = {text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{name} = {text!r} is not a number of 0 or more")
+    return value
+
+
+def read(row: Mapping[str, str]) -> Row:
+    """Raises ConfigError: the GPU type is not known, a cell is no number, or the degrees contradict each other."""
+    text = f"{row.get('source', '')} {row.get('note', '')}"
+    found = _variant(row, stack.find(text))
+    gpu = gpu_of(row)
+    compiled = (row.get("compile") or "no").strip().lower() not in ("no", "")
+    layout = layout_of(row, found)
+    shape = shape_of(row)
+    return Row(
+        shape=shape,
+        layout=layout,
+        seq_len=int(_number(row, "seq", DEFAULT_SEQ)),
+        micro_batch=int(_number(row, "micro_bs")),
+        global_batch=int(_number(row, "global_bs_seqs")),
+        recompute=_recompute(row),
+        precision=_precision(row),
+        compiled=compiled,
+        stack=stack.compiled(found) if compiled else found,
+        gpu=gpu,
+        capacity_gib=_number(row, "gpu_mem_gib") or gpu.capacity_gib,
+        gpus_per_node=_gpus_per_node(row, gpu),
+        fabric_gb_s=fabric_of(text, gpu),
+        gpus=int(_number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "") or int(_number(row, "dp")),
+        stated=bool((row.get("tp") or "").strip() or (row.get("fsdp_or_zero") or "").strip()),
+    )
+
+
+def _variant(row: Mapping[str, str], found: Stack) -> Stack:
+    """The framework with what the row says of its options: sequence parallel, the kind of ZeRO, fp32 gradients."""
+    kind, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
+    if kind.startswith("zero") and found.name == "transformers":
+        found = stack.find("DeepSpeed")
+    if re.search(r"no sequence parallel|no SP\b", note):
+        found = replace(found, sequence_parallel=False)
+    elif re.search(r"sequence parallel on|SP on|SP \+", note):
+        found = replace(found, sequence_parallel=True)
+    if "fp32 grad" in (row.get("precision") or ""):
+        found = replace(found, grad_bytes=found.weight_bytes + 4, reduce_bytes=4)
+    if kind == "hier_zero1":
+        found = replace(found, zero_group=int(_number(row, "dp")) // max(1, int(_number(row, "hsdp_replicate", 1))))
+    if "Liger" in note:
+        found = stack.with_liger(found)
+    return replace(found, shards_gradients=kind in ("zero2", "zero2_like"))
+
+
+def gpu_of(row: Mapping[str, str]) -> GpuType:
+    name, size = (row.get("gpu") or "").strip(), (row.get("gpu_mem_gib") or "").strip()
+    found = (hardware.find(f"{name}-{size}gb") if size else None) or hardware.find(name)
+    if found is None:
+        known = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
+        raise ConfigError(f"gpu = {name!r} is not known; known: {known}")
+    return found
+
+
+def _gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
+    return int(_number(row, "gpus_per_node")) or (4 if gpu.domain else GPUS_PER_NODE)
+
+
+def fabric_of(text: str, gpu: GpuType) -> float:
+    """GB/s a GPU of the network that the words name for a node: ``4x200Gb``, ``1600 Gbps``; 0: none is named."""
+    several = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", text)
+    if several:
+        return int(several[1]) * int(several[2]) / 8 / GPUS_PER_NODE
+    one = re.search(r"(\d+)\s*Gbps", text)
+    return int(one[1]) / 8 / GPUS_PER_NODE if one else 0.0
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    text = (row.get("precision") or "").lower()
+    return next((name for words, name in _PRECISIONS if re.search(words, text.split("(")[0])), "bf16")
+
+
+def _recompute(row: Mapping[str, str]) -> str:
+    text = (row.get("act_ckpt") or "").strip()
+    if text in ("", "none", "full", "selective_op", "selective_layer", "selective_attn"):
+        return text
+    return "selective_attn" if text.startswith("selective") else ""
+
+
+def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
+    tp, pp, cp = (max(1, int(_number(row, name, 1))) for name in ("tp", "pp", "cp"))
+    gpus = int(_number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "")
+    dp = int(_number(row, "dp")) or max(1, gpus // (tp * pp * cp))
+    if gpus and dp * tp * pp * cp != gpus:
+        dp = max(1, gpus // (tp * pp * cp))
+    kind = (row.get("fsdp_or_zero") or "").strip()
+    strategy = _STRATEGIES.get(kind, "zero1" if found.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp")
+    if strategy == "ddp" and found.distributed_optimizer:
+        strategy = "zero1"
+    groups = max(1, int(_number(row, "hsdp_replicate", 1)))
+    if strategy in ("fsdp", "fsdp-grad-op") and groups > 1:
+        strategy = "hybrid-shard"
+    sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
+    virtual = max(1, int(_number(row, "vpp", 1)))
+    if dp == 1 and not (sharded and cp > 1):
+        strategy = "single"
+    return Layout(
+        strategy=strategy,
+        dp_replicate=(groups if strategy == "hybrid-shard" else 1) if sharded else dp,
+        dp_shard=(dp // groups if strategy == "hybrid-shard" else dp) if sharded else 1,
+        zero1=strategy == "zero1",
+        tp=tp,
+        sequence_parallel=found.sequence_parallel and tp > 1,
+        cp=cp,
+        pp=pp,
+        schedule=("interleaved" if virtual > 1 else "1f1b") if pp > 1 else None,
+        virtual_stages=virtual if pp > 1 else 1,
+        reshard_after_forward=strategy != "fsdp-grad-op",
+        offload=sharded and bool(re.search(r"CPU[^;,]* offload(?! False)", row.get("note") or "")),
+    )
+
+
+def _gpus_in_words(note: str) -> int:
+    """The first of several numbers of GPUs, as in ``one of 128/256/512`` or ``128..512 GPUs``; 0: there is none."""
+    found = re.search(r"one of (\d+)/", note) or re.search(r"(\d+)\.\.\d+ GPUs", note)
+    return int(found[1]) if found else 0
+
+
+def _parameters(row: Mapping[str, str]) -> float:
+    """Where no column has it, what the model's name says: ``LLaMA-13B``."""
+    named = re.search(r"(\d+(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
+    return (_number(row, "n_params_b") or (float(named[1]) if named else 0.0)) * 1e9
+
+
+def shape_of(row: Mapping[str, str]) -> Shape:
+    """The model's sizes; what is missing follows from the number of parameters."""
+    parameters = _parameters(row)
+    layers, dim = int(_number(row, "layers")), int(_number(row, "hidden"))
+    vocab = int(_number(row, "vocab", DEFAULT_VOCAB))
+    if not (dim and layers) and not parameters:
+        raise ConfigError("neither n_params_b nor hidden and layers are given: the size of the model is not known")
+    dim = dim or _usual_width(parameters)
+    hidden = int(_number(row, "ffn")) or 4 * dim
+    gated = hidden != 4 * dim
+    heads = int(_number(row, "heads")) or _usual_heads(dim)
+    if dim % heads:
+        raise ConfigError(f"heads = {heads} does not divide hidden = {dim}")
+    base = Shape(
+        vocab_size=vocab, dim=dim, layers=1, heads=heads, kv_heads=int(_number(row, "kv_heads")) or heads,
+        hidden=hidden, gated=gated,
+    )  # fmt: skip
+    if not layers:
+        layers = max(1, round((parameters - vocab * dim) / base.block_parameters()))
+    guesses = [
+        replace(base, layers=layers, gated=g, tie_embeddings=t)
+        for g in ((True, False) if _GATED.search(row.get("model") or "") else (False, True))
+        for t in (False, True)
+    ]
+    if not parameters:
+        return replace(base, layers=layers, tie_embeddings=not gated)
+    return min(guesses, key=lambda s: round(abs(s.parameters() / parameters - 1), 2))
+
+
+def _usual_width(parameters: float) -> int:
+    """Of a decoder of so many parameters, 12 L h^2 with layers of about h / 128: a multiple of 128."""
+    return max(1, round((parameters * 128 / 12) ** (1 / 3) / 128)) * 128
+
+
+def _usual_heads(dim: int) -> int:
+    """Heads of 128, or of what divides the width and is next to it."""
+    return min((n for n in range(1, dim + 1) if dim % n == 0), key=lambda n: abs(dim / n - 128))
