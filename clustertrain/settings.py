@@ -24,7 +24,7 @@ NODE_LIST = "CLUSTERTRAIN_NODE_LIST"  # names, separated by ','
 RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
-RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # `0-3;4-7`: the processors of each local rank, where they are bound
+RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # `0,1;2,3`: the processors of each local rank, where they are bound
 INTERNAL = frozenset({RUN_DIR, ATTEMPT, NONCE, NODE, NODE_RANK, NODE_LIST, RANK_DIR, DEVICE, LOCAL_JOB, RANK_CPUS})
 
 # Of others.

@@ -180,7 +180,12 @@ class Agent:
         # CUDA numbers GPUs by speed otherwise, and NVML by bus: on a mixed node the report would name the wrong ones.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(AFTER_FAILURE_S / 2))
-        interface = self._interface(meeting)
+        try:
+            interface = self._interface(meeting)
+        except EnvironmentNotFit:
+            if "GLOO_SOCKET_IFNAME" not in env:
+                raise
+            interface = None  # who names the interface may know a node by more than its name
         if settings.LOCAL_JOB not in env:  # there all nodes are this machine, and share its GPUs and interfaces
             env.update(self._of_this_node(interface or ""))
         if interface:
