@@ -11,6 +11,7 @@ import msgspec
 from clustertrain import settings
 from clustertrain.errors import ConfigError
 from clustertrain.spec.job import Device
+from clustertrain.spec.node import NodeFacts
 from clustertrain.spec.ranges import positive
 from clustertrain.spec.strict import build, nearest, read_toml
 
@@ -34,6 +35,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
+    node: NodeFacts | None = None  # what its nodes are made of; all alike, as far as the settings of NCCL go
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:

@@ -1,0 +1,53 @@
+"""The table [node] of a cluster profile reaches the plan, through a TOML file and back."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+import tomli_w
+
+from clustertrain.errors import ConfigError
+from clustertrain.node.read import read
+from clustertrain.plan.planner import plan
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.node import cpu_numbers
+from clustertrain.spec.strict import build
+from tests.fixtures.nodes.expand import KINDS, expand
+
+
+def profile(kind: str, root: Path) -> ClusterProfile:
+    node = expand(kind, root)
+    text = tomli_w.dumps({"node": msgspec.to_builtins(read(node.root, node.ip, node.gpus, {}))})
+    return build(tomllib.loads(text), ClusterProfile, "profile")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_of_a_node_survives_a_profile(kind: str, tmp_path: Path) -> None:
+    node = expand(kind, tmp_path / "again")
+    assert profile(kind, tmp_path / "node").node == read(node.root, node.ip, node.gpus, {})
+
+
+def test_the_plan_names_the_ports_of_several_nodes(tmp_path: Path) -> None:
+    known = profile("dgx-h100", tmp_path)
+
+    def planned(**job: object) -> set[str]:
+        made = plan(RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, "backend": "slurm", **job})), known, "cuda")  # type: ignore[arg-type]
+        return {name for name in made.nccl if name.startswith(("NCCL_", "GLOO_"))}
+
+    assert planned() == {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert planned(nodes=1) == planned(backend="local") == set()
+
+
+def test_a_typing_error_in_the_table_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"node\.hcas\[0\].*rate_gbits"):
+        build({"node": {"hcas": [{"name": "mlx5_0", "rate_gbits": 400}]}}, ClusterProfile, "profile")
+
+
+def test_lists_of_processors() -> None:
+    assert cpu_numbers("0-2,8") == {0, 1, 2, 8} and cpu_numbers("") == set()
+    with pytest.raises(ValueError, match="x"):
+        cpu_numbers("0-x")
