@@ -94,10 +94,10 @@ def dealt(model: Decoder, stages: int) -> tuple[int, int]:
 def _block(model: Decoder, run: Pass, layout: Layout, stack: Stack) -> float:
     """Bytes per token of one block.
 
-    Each of two norms keeps its input (where it is not fused, as on the CPU, two fp32 tensors) and its output once for all
-    linear layers that share it (under autocast once for each of the five); queries, keys, values and attention's output
-    (on the CPU also as a contiguous copy); gate, up, their activation and product, or without a gate the input and the
-    output of the activation; the softmax statistics or, of plain attention, the scores themselves; with dropout the
+    Each of two norms keeps its input (where it is not fused, as on the CPU, two fp32 tensors) and its output once for
+    all linear layers that share it (under autocast once for each of the five); queries, keys, values and attention's
+    output (on the CPU also as a contiguous copy); gate, up, their activation and product, or without a gate the
+    input and output of the activation; the softmax statistics or, of plain attention, the scores; with dropout the
     masks of both branches.
 
     Tensor parallel divides what lies inside attention and feed-forward, with sequence parallel also norms and masks.

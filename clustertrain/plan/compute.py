@@ -96,7 +96,16 @@ def linear_s(tokens: float, inputs: float, outputs: float, r: Rates, c: Constant
 
 
 def block_s(
-    model: Decoder, tokens: float, seq_len: int, tp: int, along: int, stack: Stack, r: Rates, c: Constants = FITTED
+    model: Decoder,
+    tokens: float,
+    seq_len: int,
+    tp: int,
+    along: int,
+    stack: Stack,
+    r: Rates,
+    c: Constants = FITTED,
+    *,
+    masked: bool = False,
 ) -> Seconds:
     """One block over ``tokens`` of a rank, ``tp`` ranks a layer, norms and residuals split over ``along`` ranks."""
     dim, hidden = model.dim, model.hidden
@@ -108,6 +117,8 @@ def block_s(
         forward += one
         backward += two
     core, core_back = _attention_s(model, tokens, seq_len, tp, stack, r, c)
+    if masked:
+        core, core_back = 2 * core, 2 * core_back
     # Reads and writes of 16-bit numbers: two norms and residuals; rotary embedding; activation and product.
     moved = 2.0 * (14 * dim / along + 4 * wide / tp + (5 if model.gated else 4) * hidden / tp)
     pointwise = tokens * moved * stack.traffic * c.traffic / r.memory

@@ -41,24 +41,48 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
 
 
+Kept = dict[tuple[object, ...], tuple[int, int]]  # (activations, logits) that were counted already
+
+
 def of_rank(
-    model: Decoder, layout: Layout, run: Pass, capacity_gib: float | None, stack: Stack = CLUSTERTRAIN
+    model: Decoder,
+    layout: Layout,
+    run: Pass,
+    capacity_gib: float | None,
+    stack: Stack = CLUSTERTRAIN,
+    kept: Kept | None = None,
 ) -> Memory:
     """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= 80 % of ``capacity_gib``.
 
-    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits.
+    Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits. ``kept`` spares a search
+    from counting the same activations for every way to shard the parameters.
     """
     held = parts(model, layout, run.grad_accum, even=stack.even_stages)
-    found = [_of_part(model, layout, run, part, capacity_gib, stack) for part in held]
+    found = [_of_part(model, layout, run, part, capacity_gib, stack, kept) for part in held]
     return max(found, key=lambda memory: memory.peak_gib or 0.0)
 
 
-def _of_part(model: Decoder, layout: Layout, run: Pass, part: Part, capacity_gib: float | None, stack: Stack) -> Memory:
+def _of_part(
+    model: Decoder,
+    layout: Layout,
+    run: Pass,
+    part: Part,
+    capacity_gib: float | None,
+    stack: Stack,
+    kept: Kept | None,
+) -> Memory:
     params, grads, optimizer = _states(model, layout, run, part, stack)
-    activations = activation_bytes(model, run, layout, part, stack)
-    # GPipe does all forward passes first and so has the logits of all micro-batches.
-    waiting = part.in_flight if layout.schedule == "gpipe" else 1.0
-    logits = round(logits_bytes(model, run, layout, stack) * waiting) if part.head else 0
+    key = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.activation_checkpointing,
+           run.micro_batch, run.grad_accum, run.autocast, part.head)  # fmt: skip
+    counted = kept.get(key) if kept is not None else None
+    if counted is None:
+        # GPipe does all forward passes first and so has the logits of all micro-batches.
+        waiting = part.in_flight if layout.schedule == "gpipe" else 1.0
+        logits = round(logits_bytes(model, run, layout, stack) * waiting) if part.head else 0
+        counted = activation_bytes(model, run, layout, part, stack), logits
+        if kept is not None:
+            kept[key] = counted
+    activations, logits = counted
     update = stack.update_bytes / stack.optimizer_bytes
     overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
     peak = params + grads + optimizer + max(activations + logits, optimizer * update) + overhead

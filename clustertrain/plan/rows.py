@@ -19,6 +19,7 @@ from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.stack import Stack
 from clustertrain.spec import hardware
 from clustertrain.spec.hardware import GpuType
+from clustertrain.spec.parallel import ParallelSpec
 
 DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
 GPUS_PER_NODE = 8  # of DGX and HGX systems; 4 in the trays of an NVL72
@@ -35,6 +36,7 @@ _PRECISIONS = (
     (r"fp32", "fp32"),
 )
 _RECOMPUTES = {"": "", "no": "none", "none": "none", "selective": "selective_attn", "selective_op": "selective_op"}
+_RING = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
 # Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
 _GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 
@@ -70,13 +72,14 @@ class Row:
     def network(self) -> network.Network:
         return network.of(self.gpu, self.gpus_per_node, self.fabric_gb_s)
 
-    def pass_of(self, **changes: int) -> Pass:
+    def pass_of(self) -> Pass:
         return Pass(
             seq_len=self.seq_len,
             micro_batch=max(1, self.micro_batch),
             grad_accum=self.grad_accum,
             compute="fp8" if self.precision in ("fp8", "mxfp8", "fp4") else "bf16",
             device="cuda",
+            parallel=_RING,
         )
 
 
@@ -248,7 +251,7 @@ def shape_of(row: Mapping[str, str]) -> Shape:
 
 def _usual_width(parameters: float) -> int:
     """Of a decoder of so many parameters, 12 L h^2 with layers of about h / 128: a multiple of 128."""
-    return max(1, round((parameters * 128 / 12) ** (1 / 3) / 128)) * 128
+    return max(1, round(math.cbrt(parameters * 128 / 12) / 128)) * 128
 
 
 def _usual_heads(dim: int) -> int:

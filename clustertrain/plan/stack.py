@@ -72,18 +72,25 @@ _OLD_MEGATRON = replace(
 STACKS: tuple[Stack, ...] = (
     # AdamW without fused kernels makes two lists of temporaries.
     Stack(name="transformers", words=r"QwenLM", update_bytes=8, traffic=1.35, host_s=4.0e-3),
-    replace(_MEGATRON, name="megatron-bridge", words=r"Megatron-Bridge|Megatron-LM (examples|README)",
-            distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True, logit_bytes=8, counts_causal=True, traffic=0.45, host_s=0.0,
-            tp_hidden=0.79),
-    # 16-bit weights and gradients; fp32 master weights, moments and, of its share, gradients (arXiv 1910.02054; runtime/
-    # zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
-    Stack(name="deepspeed", words=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2, optimizer_bytes=16,
-          reduce_bytes=2, buffers_gib=2.0, offloads_weights=False, host_s=1.5e-3),
-    replace(_OLD_MEGATRON, name="megatron-lm", words=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper",
-            traffic=0.72),
-    replace(_OLD_MEGATRON, name="megatron-deepspeed", words=r"bigscience", grad_bytes=2, reduce_bytes=2,
-            optimizer_bytes=16, buffers_gib=3.5,
-            traffic=3.4),
+    replace(
+        _MEGATRON, name="megatron-bridge", words=r"Megatron-Bridge|Megatron-LM (examples|README)",
+        distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True,
+        logit_bytes=8, counts_causal=True, traffic=0.45, host_s=0.0, tp_hidden=0.79,
+    ),
+    # 16-bit weights and gradients; fp32 master weights, moments and, of its share, gradients (arXiv 1910.02054;
+    # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
+    Stack(
+        name="deepspeed", words=r"DeepSpeed ZeRO|DeepSpeed \(HF\)|microsoft/DeepSpeed", weight_bytes=2, grad_bytes=2,
+        optimizer_bytes=16, reduce_bytes=2, buffers_gib=2.0, offloads_weights=False, host_s=1.5e-3,
+    ),
+    replace(
+        _OLD_MEGATRON, name="megatron-lm", words=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.72
+    ),
+    # DeepSpeed's ZeRO-1 under Megatron's model.
+    replace(
+        _OLD_MEGATRON, name="megatron-deepspeed", words=r"bigscience", grad_bytes=2, reduce_bytes=2,
+        optimizer_bytes=16, buffers_gib=3.5, traffic=3.4,
+    ),
     replace(_OLD_MEGATRON, name="vtrain", words=r"vTrain", traffic=0.62, host_s=0.8e-3, overlaps=True),
     replace(_MEGATRON, name="megatron-llama", words=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
     # Its step makes fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
@@ -92,8 +99,10 @@ STACKS: tuple[Stack, ...] = (
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
     Stack(name="composer", words=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=1.09),
     Stack(name="torchtitan", words=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.83),
-    Stack(name="litgpt", words=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
-          plain_norms=True),
+    Stack(
+        name="litgpt", words=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
+        plain_norms=True,
+    ),
 )  # fmt: skip
 
 

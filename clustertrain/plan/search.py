@@ -1,0 +1,339 @@
+"""All the ways to share the work among the ranks, each with its predicted step time and memory; the best of them.
+
+A search holds the global batch fixed: what is learned must not depend on how it is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from clustertrain.plan import memory, pipeline, time
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.batch import divisors
+from clustertrain.plan.decoder import Decoder
+from clustertrain.plan.layout import Layout, Strategy
+from clustertrain.plan.memory import Memory
+from clustertrain.plan.stack import Stack
+from clustertrain.plan.time import Core, Machine, Step, Work
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import Precision
+
+# What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
+# has to be faster by SIMPLER, another degree or way to shard by TIE.
+SIMPLER, TIE = 0.10, 0.03
+LARGEST_MICRO_BATCH = 64
+RECOMPUTES = ("none", "selective", "full")
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
+# Without a need for them none of these is worth its machinery: the later, the more.
+FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel", "pipeline", "context parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the user has fixed; 0 and empty are free."""
+
+    strategy: Strategy | None = None
+    tp: int = 0
+    cp: int = 0
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    micro_batch: int = 0
+    recompute: str = ""
+    schedule: str = ""
+    virtual_stages: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """``limit_gib``: what a rank may need, the safety margin taken off. ``group``: neighbouring samples that belong into
+    one micro-batch."""
+
+    model: Decoder
+    world: int
+    gpus_per_node: int
+    seq_len: int
+    global_batch: int
+    compute: Precision
+    parallel: ParallelSpec
+    machine: Machine
+    stack: Stack
+    limit_gib: float
+    wanted: Wanted = field(default_factory=Wanted)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    run: Pass
+    step: Step
+    need: Memory
+
+    @property
+    def step_s(self) -> float:
+        return self.step.step_s
+
+    @property
+    def peak_gib(self) -> float:
+        return self.need.peak_gib or 0.0
+
+    @property
+    def family(self) -> str:
+        return family(self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """``fitting``: one candidate a layout (its fastest micro-batch and recomputation), the best first; ``smallest``: of
+    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at."""
+
+    fitting: tuple[Candidate, ...]
+    smallest: tuple[Candidate, ...]
+    considered: int
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.fitting[0] if self.fitting else None
+
+
+def family(layout: Layout) -> str:
+    """The most elaborate thing that a layout uses."""
+    if layout.cp > 1:
+        return "context parallel"
+    if layout.pp > 1:
+        return "pipeline"
+    if layout.tp > 1:
+        return "tensor parallel"
+    return "fsdp" if layout.strategy == "fsdp-grad-op" else layout.strategy
+
+
+def kinds(layout: Layout) -> int:
+    """How much of a layout must be understood by who debugs it, for sorting."""
+    return (layout.tp > 1) + 2 * (layout.pp > 1) + 3 * (layout.cp > 1) + (layout.virtual_stages > 1)
+
+
+def machinery(layout: Layout) -> tuple[int, int, int]:
+    """What decides between layouts of the same kinds that are equally fast: the simpler data-parallel one, then the
+    smaller degrees, then less recomputation."""
+    order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
+    redone = RECOMPUTES.index(layout.activation_checkpointing)
+    return order.index(layout.strategy), layout.tp * layout.pp * layout.cp, redone
+
+
+def search(problem: Problem) -> Found:
+    """Look at every valid layout. Pure arithmetic: a thousand layouts take some hundredths of a second."""
+    return _Search(problem).run()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Degrees, micro-batch and recomputation with the seconds that do not depend on how parameters are sharded."""
+
+    layout: Layout  # its data-parallel part is open
+    run: Pass
+    core: Core
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.work: dict[tuple[int, int, int], Work] = {}
+        self.kept: memory.Kept = {}
+        self.fastest: dict[str, float] = {}  # of each family, seconds
+        self.fitting: dict[tuple[object, ...], Candidate] = {}
+        self.smallest: dict[str, Candidate] = {}
+        self.considered = 0
+
+    def run(self) -> Found:
+        """From the ways that are fast at best: the rest is mostly told from its best alone."""
+        ways = [way for degrees in _degrees(self.problem) for way in self._ways(*degrees)]
+        ways.sort(key=lambda way: way.core.seconds)
+        for way in ways:
+            self._shard(way)
+        return self.found()
+
+    def _ways(self, tp: int, cp: int, pp: int, schedule: str | None, virtual: int) -> Iterator[_Way]:
+        problem, wanted = self.problem, self.problem.wanted
+        data = problem.world // (tp * cp * pp)
+        if problem.global_batch % data:
+            return
+        share = problem.global_batch // data
+        layouts = [
+            Layout(
+                dp_replicate=data, tp=tp, sequence_parallel=problem.parallel.sequence_parallel and tp > 1, cp=cp, pp=pp,
+                schedule=schedule, virtual_stages=virtual, activation_checkpointing=mode,
+            )
+            for mode in ([wanted.recompute] if wanted.recompute else RECOMPUTES)
+            if mode != "selective" or schedule not in pipeline.TWO_PART_BACKWARD
+        ]  # fmt: skip
+        for micro in [wanted.micro_batch] if wanted.micro_batch else _micro_batches(share):
+            if share % micro or pipeline.why_not(layouts[0], share // micro):
+                continue
+            run = self._pass(layouts[0], micro, share // micro)
+            work = self._work(layouts[0], run)
+            for layout in layouts:
+                core = time.core_of(problem.model, layout, run, problem.stack, problem.machine, work)
+                yield _Way(layout, run, core)
+
+    def _shard(self, way: _Way) -> None:
+        """The way with each kind of data parallelism, as far as it could win."""
+        problem, open_layout = self.problem, way.layout
+        data = open_layout.dp_replicate
+        for strategy, replicate, shard in _data_kinds(problem, data, open_layout.tp, open_layout.cp, open_layout.pp):
+            self.considered += 1
+            layout = msgspec.structs.replace(
+                open_layout, strategy=strategy, dp_replicate=replicate, dp_shard=shard, zero1=strategy == "zero1",
+                reshard_after_forward=strategy != "fsdp-grad-op" and open_layout.pp == 1,
+            )  # fmt: skip
+            kind = family(layout)
+            if way.core.seconds > (1 + 2 * TIE) * self.fastest.get(kind, math.inf):
+                continue
+            if problem.parallel.offload and layout.fully_sharded:
+                layout = msgspec.structs.replace(layout, offload=True)
+            self._take(way, layout, kind)
+
+    def _take(self, way: _Way, layout: Layout, kind: str) -> None:
+        """Keep the layout's fastest that fits; memory is dearer to count than time, so it is asked for last."""
+        problem = self.problem
+        run = way.run
+        if run.autocast and layout.fully_sharded:
+            run = dataclasses.replace(run, autocast=False)
+        step = time.with_data(way.core, problem.model, layout, run, problem.stack, problem.machine)
+        key = (layout.strategy, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.virtual_stages)
+        known = self.fitting.get(key)
+        if known is not None and known.step_s <= step.step_s:
+            return
+        need = memory.of_rank(problem.model, layout, run, None, problem.stack, self.kept)
+        candidate = Candidate(layout, run, step, need)
+        if candidate.peak_gib <= problem.limit_gib:
+            self.fitting[key] = candidate
+            self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
+        elif kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
+            self.smallest[kind] = candidate
+
+    def _pass(self, layout: Layout, micro: int, accumulate: int) -> Pass:
+        problem = self.problem
+        return Pass(
+            seq_len=problem.seq_len,
+            micro_batch=micro,
+            grad_accum=accumulate,
+            compute=problem.compute,
+            autocast=problem.compute in ("bf16", "fp16", "fp8"),
+            device="cuda",
+            parallel=problem.parallel,
+        )
+
+    def _work(self, layout: Layout, run: Pass) -> Work:
+        key = (layout.tp, layout.cp, run.micro_batch)
+        if key not in self.work:
+            problem = self.problem
+            self.work[key] = time.work_of(problem.model, layout, run, problem.stack, problem.machine.rates)
+        return self.work[key]
+
+    def found(self) -> Found:
+        fits = set(self.fastest)
+        return Found(
+            fitting=tuple(ranked(list(self.fitting.values()))),
+            smallest=tuple(c for kind, c in self.smallest.items() if kind not in fits),
+            considered=self.considered,
+        )
+
+
+def ranked(candidates: list[Candidate]) -> list[Candidate]:
+    """By time; but first the simplest of those that are about as fast as the fastest."""
+    order = sorted(candidates, key=lambda c: c.step_s)
+    if not order:
+        return []
+    near = [c for c in order if c.step_s <= (1 + SIMPLER) * order[0].step_s]
+    simplest = min(kinds(c.layout) for c in near)
+    near = [c for c in near if kinds(c.layout) == simplest]
+    first = min((c for c in near if c.step_s <= (1 + TIE) * near[0].step_s), key=lambda c: machinery(c.layout))
+    return [first, *(c for c in order if c is not first)]
+
+
+def _micro_batches(share: int) -> list[int]:
+    return [m for m in divisors(share) if m <= LARGEST_MICRO_BATCH]
+
+
+def _degrees(problem: Problem) -> Iterator[tuple[int, int, int, str | None, int]]:
+    """(tp, cp, pp, schedule, virtual stages) that divide the world and the model."""
+    model, wanted, world = problem.model, problem.wanted, problem.world
+    for tp in [wanted.tp] if wanted.tp else _tensor_degrees(problem):
+        for cp in [wanted.cp] if wanted.cp else _context_degrees(problem, tp):
+            if world % (tp * cp):
+                continue
+            for pp in [wanted.pp] if wanted.pp else divisors(world // (tp * cp)):
+                if pp > model.layers + 2 or world % (tp * cp * pp):
+                    continue
+                for schedule, virtual in _schedules(problem, pp):
+                    yield tp, cp, pp, schedule, virtual
+
+
+def tensor_excluded(model: Decoder, tp: int) -> str:
+    """Which size of the model ``tp`` does not divide; empty: it divides all."""
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden, "vocab_size": model.vocab_size}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
+
+
+def _tensor_degrees(problem: Problem) -> list[int]:
+    """Inside a node only: the activations of every layer travel."""
+    along = problem.parallel.sequence_parallel
+    return [
+        tp
+        for tp in sorted(divisors(problem.gpus_per_node))
+        if problem.world % tp == 0 and not tensor_excluded(problem.model, tp) and not (along and problem.seq_len % tp)
+    ]
+
+
+def _context_degrees(problem: Problem, tp: int) -> list[int]:
+    along = tp if problem.parallel.sequence_parallel else 1
+    return [cp for cp in (1, 2, 4, 8, 16, 32) if problem.world % (tp * cp) == 0 and problem.seq_len % (cp * along) == 0]
+
+
+def _schedules(problem: Problem, pp: int) -> list[tuple[str | None, int]]:
+    wanted = problem.wanted
+    if pp == 1:
+        return [(None, 1)]
+    if wanted.schedule:
+        return [(wanted.schedule, wanted.virtual_stages or 1)]
+    layers = problem.model.layers
+    return [("1f1b", 1), *(("interleaved", v) for v in VIRTUAL_STAGES if pp * v <= layers + 2)]
+
+
+def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Iterator[tuple[Strategy, int, int]]:
+    """(strategy, dp_replicate, dp_shard) of ``data`` data-parallel ranks."""
+    wanted = problem.wanted
+    found: list[tuple[Strategy, int, int]] = []
+    if data * cp == 1:
+        found = [("single", 1, 1)]
+    elif data == 1:
+        found = [("fsdp", 1, 1)]  # over the ranks that share a sequence
+    else:
+        found = [("ddp", data, 1), ("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
+        if tp * cp * pp == 1:
+            found.append(("zero1", data, 1))
+        found += [("hybrid-shard", data // s, s) for s in _shard_groups(problem, data, tp * cp)]
+    for strategy, replicate, shard in found:
+        if wanted.strategy and strategy not in (wanted.strategy, "single"):
+            continue
+        if wanted.strategy == "hybrid-shard" or wanted.dp_replicate or wanted.dp_shard:
+            if wanted.dp_replicate not in (0, replicate) or wanted.dp_shard not in (0, shard):
+                continue
+        if pp > 1 and strategy == "fsdp-grad-op" and wanted.strategy != "fsdp-grad-op":
+            continue  # in a pipeline fsdp keeps its parameters gathered anyway
+        yield strategy, replicate, shard
+
+
+def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
+    """Inside a node, or of whole nodes: other groups would lie across the border of one."""
+    node = max(1, problem.gpus_per_node // inner)
+    return [
+        s
+        for s in divisors(data)
+        if 1 < s < data and problem.world > problem.gpus_per_node and (s % node == 0 or node % s == 0)
+    ]
