@@ -8,6 +8,7 @@ by the fused norm and attention, from their code.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from clustertrain.plan import pipeline
 from clustertrain.plan.decoder import Decoder
@@ -80,15 +81,20 @@ def dealt(model: Decoder, stages: int) -> tuple[int, int]:
     """Blocks of the early stages, at most, and of the last one, which has the head's matrix to multiply with too: so
     that the dearest stage is as cheap as can be, and then as evenly as can be, as ``train/stages.py`` cuts the model.
     """
-    head = model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim)
+    return _dealt(model.layers, model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim), stages)
+
+
+@cache
+def _dealt(layers: int, head: float, stages: int) -> tuple[int, int]:
+    """``head``: what the head costs, in blocks."""
 
     def cost(final: int) -> tuple[float, float]:
-        few, over = divmod(model.layers - final, stages - 1)
+        few, over = divmod(layers - final, stages - 1)
         squares = over * (few + 1) ** 2 + (stages - 1 - over) * few**2 + (head + final) ** 2
         return max(few + (over > 0), head + final), squares
 
-    final = min(range(model.layers + 1), key=cost)
-    return -(-(model.layers - final) // (stages - 1)), final
+    final = min(range(layers + 1), key=cost)
+    return -(-(layers - final) // (stages - 1)), final
 
 
 def _block(model: Decoder, run: Pass, layout: Layout, stack: Stack) -> float:

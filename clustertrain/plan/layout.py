@@ -51,6 +51,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     virtual_stages: int = 1
     activation_checkpointing: str = "none"
     reshard_after_forward: bool = True
+    defer_reduction: bool = True  # sharded: gradients are reduced once a step and kept whole until then
     offload: bool = False
 
     @property

@@ -150,6 +150,6 @@ def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pas
     gathered = min(blocks, 2) if layout.reshard_after_forward else blocks
     params = (ends + gathered * block) * run.compute_bytes
     reduced = max(ends, block) * stack.reduce_bytes
-    if run.grad_accum > 1 and run.parallel.defer_reduction and stack.defer_reduction:
+    if run.grad_accum > 1 and layout.defer_reduction and stack.defer_reduction:
         return params, (ends + blocks * block) * stack.grad_bytes + reduced
     return params, (ends + block) * run.compute_bytes + reduced

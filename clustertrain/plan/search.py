@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from clustertrain.plan import memory, pipeline, time
-from clustertrain.plan.activations import Pass
+from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
 from clustertrain.plan.batch import divisors
 from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.layout import Layout, Strategy
@@ -25,9 +25,13 @@ from clustertrain.spec.recipe import Precision
 
 # What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
 # has to be faster by SIMPLER, another degree or way to shard by TIE.
-SIMPLER, TIE = 0.10, 0.03
+SIMPLER, TIE = 0.05, 0.03
 LARGEST_MICRO_BATCH = 64
 RECOMPUTES = ("none", "selective", "full")
+HOPELESS = 2.0  # times the fastest: not looked at any more
+# Ranks that share parameters: the most for which there is a published run that went well (arXiv 2304.11277, section
+# 5.4); ZeRO-3 over 1536 lost two thirds of its speed (SC21, arXiv 2104.04473, table 2).
+LARGEST_GROUP = 512
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
 # Without a need for them none of these is worth its machinery: the later, the more.
 FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel", "pipeline", "context parallel")
@@ -51,8 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """``limit_gib``: what a rank may need, the safety margin taken off. ``group``: neighbouring samples that belong into
-    one micro-batch."""
+    """``limit_gib``: what a rank may need, the safety margin taken off."""
 
     model: Decoder
     world: int
@@ -103,13 +106,17 @@ class Found:
 
 def family(layout: Layout) -> str:
     """The most elaborate thing that a layout uses."""
-    if layout.cp > 1:
+    return _family(layout, layout.strategy)
+
+
+def _family(degrees: Layout, strategy: str) -> str:
+    if degrees.cp > 1:
         return "context parallel"
-    if layout.pp > 1:
+    if degrees.pp > 1:
         return "pipeline"
-    if layout.tp > 1:
+    if degrees.tp > 1:
         return "tensor parallel"
-    return "fsdp" if layout.strategy == "fsdp-grad-op" else layout.strategy
+    return "fsdp" if strategy == "fsdp-grad-op" else strategy
 
 
 def kinds(layout: Layout) -> int:
@@ -147,6 +154,7 @@ class _Search:
         self.fastest: dict[str, float] = {}  # of each family, seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
         self.smallest: dict[str, Candidate] = {}
+        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, without activations
         self.considered = 0
 
     def run(self) -> Found:
@@ -182,39 +190,58 @@ class _Search:
 
     def _shard(self, way: _Way) -> None:
         """The way with each kind of data parallelism, as far as it could win."""
-        problem, open_layout = self.problem, way.layout
-        data = open_layout.dp_replicate
-        for strategy, replicate, shard in _data_kinds(problem, data, open_layout.tp, open_layout.cp, open_layout.pp):
+        hopeless = HOPELESS * min(self.fastest.values(), default=math.inf)
+        open_layout, room = way.layout, self.problem.limit_gib - self._least_gib(way)
+        for strategy, replicate, shard in _data_kinds(
+            self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
+        ):
             self.considered += 1
+            kind = _family(open_layout, strategy)
+            if way.core.seconds > min((1 + SIMPLER) * self.fastest.get(kind, math.inf), hopeless):
+                continue
+            where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
+            if room < self.states.get(where, 0.0):
+                continue
             layout = msgspec.structs.replace(
                 open_layout, strategy=strategy, dp_replicate=replicate, dp_shard=shard, zero1=strategy == "zero1",
                 reshard_after_forward=strategy != "fsdp-grad-op" and open_layout.pp == 1,
             )  # fmt: skip
-            kind = family(layout)
-            if way.core.seconds > (1 + 2 * TIE) * self.fastest.get(kind, math.inf):
-                continue
-            if problem.parallel.offload and layout.fully_sharded:
+            if self.problem.parallel.offload and layout.fully_sharded:
                 layout = msgspec.structs.replace(layout, offload=True)
-            self._take(way, layout, kind)
+            self._take(way, layout, kind, where)
 
-    def _take(self, way: _Way, layout: Layout, kind: str) -> None:
-        """Keep the layout's fastest that fits; memory is dearer to count than time, so it is asked for last."""
-        problem = self.problem
-        run = way.run
-        if run.autocast and layout.fully_sharded:
-            run = dataclasses.replace(run, autocast=False)
-        step = time.with_data(way.core, problem.model, layout, run, problem.stack, problem.machine)
-        key = (layout.strategy, layout.dp_shard, layout.tp, layout.cp, layout.pp, layout.virtual_stages)
-        known = self.fitting.get(key)
-        if known is not None and known.step_s <= step.step_s:
-            return
-        need = memory.of_rank(problem.model, layout, run, None, problem.stack, self.kept)
-        candidate = Candidate(layout, run, step, need)
-        if candidate.peak_gib <= problem.limit_gib:
-            self.fitting[key] = candidate
-            self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
-        elif kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
+    def _least_gib(self, way: _Way) -> float:
+        """Of activations and logits, which no way to shard parameters makes less; of a pipeline the logits alone."""
+        run, of = dataclasses.replace(way.run, autocast=False), self.problem
+        kept = logits_bytes(of.model, run, way.layout, of.stack)
+        if way.layout.pp == 1:
+            kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
+        return kept / memory.GIB
+
+    def _take(self, way: _Way, layout: Layout, kind: str, where: tuple[object, ...]) -> None:
+        """Keep the fastest that fits; memory is dearer to count than time, so it is asked for last."""
+        problem, known = self.problem, self.fitting.get(where)
+        run = dataclasses.replace(way.run, autocast=False) if layout.fully_sharded else way.run
+        for defer in self._reductions(layout, run):
+            tried = msgspec.structs.replace(layout, defer_reduction=defer)
+            step = time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
+            if known is not None and known.step_s <= step.step_s:
+                return
+            need = memory.of_rank(problem.model, tried, run, None, problem.stack, self.kept)
+            candidate = Candidate(tried, run, step, need)
+            if candidate.peak_gib <= problem.limit_gib:
+                self.fitting[where] = candidate
+                self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
+                return
+        self.states[where] = sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
+        if kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
             self.smallest[kind] = candidate
+
+    def _reductions(self, layout: Layout, run: Pass) -> tuple[bool, ...]:
+        wanted = self.problem.parallel.defer_reduction
+        if wanted != "auto":
+            return (wanted,)
+        return (True, False) if layout.fully_sharded and run.grad_accum > 1 else (True,)
 
     def _pass(self, layout: Layout, micro: int, accumulate: int) -> Pass:
         problem = self.problem
@@ -314,16 +341,17 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
     elif data == 1:
         found = [("fsdp", 1, 1)]  # over the ranks that share a sequence
     else:
-        found = [("ddp", data, 1), ("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
+        found = [("ddp", data, 1)]
+        if wanted.strategy or data * cp <= LARGEST_GROUP:
+            found += [("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
         if tp * cp * pp == 1:
             found.append(("zero1", data, 1))
         found += [("hybrid-shard", data // s, s) for s in _shard_groups(problem, data, tp * cp)]
     for strategy, replicate, shard in found:
         if wanted.strategy and strategy not in (wanted.strategy, "single"):
             continue
-        if wanted.strategy == "hybrid-shard" or wanted.dp_replicate or wanted.dp_shard:
-            if wanted.dp_replicate not in (0, replicate) or wanted.dp_shard not in (0, shard):
-                continue
+        if wanted.dp_replicate not in (0, replicate) or wanted.dp_shard not in (0, shard):
+            continue
         if pp > 1 and strategy == "fsdp-grad-op" and wanted.strategy != "fsdp-grad-op":
             continue  # in a pipeline fsdp keeps its parameters gathered anyway
         yield strategy, replicate, shard

@@ -209,7 +209,7 @@ def _data(core: Core, model: Decoder, layout: Layout, run: Pass, stack: Stack, m
         )
         return max(0.05 * sent, sent - core.backward * stack.overlaps), optimizer
     gather, scatter = shard.gather(own * 2.0, calls), shard.gather(own * stack.reduce_bytes, calls)
-    reductions = 1 if stack.defer_reduction and run.parallel.defer_reduction else m
+    reductions = 1 if stack.defer_reduction and layout.defer_reduction else m
     if layout.reshard_after_forward:
         shown = m * _shown(gather, core.forward, stack) + reductions * _shown(gather + scatter, core.backward, stack)
         shown += (m - reductions) * _shown(gather, core.backward, stack)

@@ -21,9 +21,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nodes: int = 1
     gpus: int = 1
     layout: LayoutName = "auto"  # what the data-parallel ranks share: those that tp, cp and pp leave of nodes x gpus
-    tp: int = 1  # ranks that share each layer
-    cp: int = 1  # ranks that share each sequence
-    pp: int = 1  # ranks that each have some of the layers
+    tp: int = 0  # ranks that share each layer; 0: chosen with layout "auto" where no degree is given, else 1
+    cp: int = 0  # ranks that share each sequence
+    pp: int = 0  # ranks that each have some of the layers
     dp_replicate: int = 0  # replicas; 0: from the other degrees
     dp_shard: int = 0  # ranks that share a replica; 0: from the other degrees
     backend: BackendName = "auto"
@@ -48,8 +48,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         positive("nodes", self.nodes)
-        for name in ("gpus", "tp", "cp", "pp"):
-            positive(name, getattr(self, name))
+        positive("gpus", self.gpus)
+        for name in ("tp", "cp", "pp"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen) or more")
         if self.dp_replicate < 0 or self.dp_shard < 0:
             raise ValueError("dp_replicate and dp_shard must be 0 (derived) or more")
         if self.max_requeues < 0:

@@ -18,14 +18,17 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The ``[parallel]`` table. What does not belong to the layout in use has no effect."""
 
     # Memory
-    activation_checkpointing: ActivationCheckpointing = "none"  # selective: keep matmuls and attention, redo the rest
+    activation_checkpointing: Literal["auto"] | ActivationCheckpointing = (
+        "auto"  # selective: keep matmuls and attention, redo the rest
+    )
     offload: bool = False  # parameters, gradients and optimizer state of a sharded layout live in host memory
     compile: bool = False  # torch.compile, block by block
     # Data parallel
     bucket_mib: int = 25  # ddp, zero1: gradients travel in buckets of this size
     static_graph: bool = False  # ddp, zero1: every step uses the same parameters in the same order
     compress_gradients: bool = False  # ddp: all-reduce in bf16
-    defer_reduction: bool = True  # sharded: reduce after the last micro-batch only; costs one unsharded gradient
+    # Sharded: reduce after the last micro-batch only; costs one unsharded gradient.
+    defer_reduction: bool | Literal["auto"] = "auto"
     prefetch: int = 0  # sharded: units gathered ahead of the running one; 0: torch's own choice
     # Tensor parallel
     sequence_parallel: bool = True  # norms and residuals split along the sequence
@@ -34,14 +37,16 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # Context parallel
     context: Literal["all-gather", "ring"] = "all-gather"  # ring: torch's ring attention, GPUs only
     # Pipeline
-    schedule: Schedule = "1f1b"
-    virtual_stages: int = 0  # stages a rank; 0: 2 where the schedule wants several, else 1
+    schedule: Literal["auto"] | Schedule = "auto"
+    virtual_stages: int = 0  # stages a rank; 0: chosen
     split: tuple[str, ...] = ()  # names of the modules that begin the stages after the first; (): balanced
 
     def __post_init__(self) -> None:
         positive("bucket_mib", self.bucket_mib)
         if self.prefetch < 0 or self.virtual_stages < 0:
             raise ValueError("prefetch and virtual_stages must be 0 (chosen) or more")
+        if self.virtual_stages > 1 and self.schedule == "auto":
+            raise ValueError("virtual_stages needs a schedule with several stages a rank, as 'interleaved'")
         if self.virtual_stages > 1 and self.schedule in SINGLE_STAGE_SCHEDULES:
             raise ValueError(f"schedule {self.schedule} takes one stage a rank, virtual_stages = {self.virtual_stages}")
         if self.schedule == "zbv" and self.virtual_stages not in (0, 2):
@@ -51,6 +56,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def stages_a_rank(self) -> int:
-        if self.schedule in SINGLE_STAGE_SCHEDULES:
-            return 1
+        """Where nobody searches: two where the schedule wants several."""
+        if self.schedule in (*SINGLE_STAGE_SCHEDULES, "auto"):
+            return self.virtual_stages or 1
         return self.virtual_stages or 2

@@ -113,7 +113,7 @@ class TrainStep:
     ) -> torch.Tensor:
         """Gradients of the loss's sum, averaged over the ranks; returns this rank's (sum of losses, count) in fp64."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)
-        defer = self._context.parallel.defer_reduction
+        defer = self._context.layout.defer_reduction
         with self._loss_context():
             for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
                 with data_parallel.synchronise(self._model, last=i == len(micro_batches) - 1, defer=defer):
