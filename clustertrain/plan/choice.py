@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
 from clustertrain.plan import batch as batches
-from clustertrain.plan import checks, crossing, kinds, notes, pipeline
+from clustertrain.plan import checks, crossing, kinds, notes, pipeline, search, why_chosen
 from clustertrain.plan import memory as memories
+from clustertrain.plan import stack as stacks
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, counted, data_degrees
+from clustertrain.plan.machine import machine_of
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
+from clustertrain.plan.search import Candidate, Found, Problem, Wanted
+from clustertrain.plan.stack import CLUSTERTRAIN
+from clustertrain.plan.time import Step
 from clustertrain.spec import hardware
+from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import RunSpec
 
 ASSUMED_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
@@ -29,7 +37,7 @@ class Rejected(msgspec.Struct, frozen=True):
 class Choice:
     """One decision in the making."""
 
-    def __init__(self, spec: RunSpec, device: str) -> None:
+    def __init__(self, spec: RunSpec, device: str, profile: ClusterProfile) -> None:
         self.spec = spec
         self.device = device
         self.world = spec.job.nodes * spec.job.gpus
@@ -42,6 +50,12 @@ class Choice:
         self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
         model = spec.recipe.model
         self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
+        self.gpu_name = self.gpu.name if self.gpu else ""
+        if self.gpu is not None:
+            self.machine = machine_of(self.gpu, spec.job.gpus, self.precision, profile)
+        self.found: Found | None = None
+        self.step: Step | None = None
+        self.way_out = ""
         self.layout = Layout()
         self.batch = Batch(micro_batch=0, grad_accum=0, global_batch=0, tokens_per_step=0)
         self.memory = Memory(capacity_gib=self.capacity)
@@ -52,6 +66,12 @@ class Choice:
     def decide(self) -> None:
         """For the built-in trainer, whose model is known."""
         wanted, why = self._wanted()
+        if self.decoder is not None and self.gpu is not None:
+            self._by_search(wanted, why)
+            self._explain_batch()
+            self._explain_layout()
+            self._explain_memory()
+            return
         if wanted is None and self.decoder is None:
             wanted, why = "ddp", "ddp: the memory of this model is not estimated; --layout fsdp shards it"
         if wanted is None:
@@ -62,13 +82,17 @@ class Choice:
         self._explain_batch()
         self._explain_layout()
         self.warnings += notes.of_bubble(self.layout, self.batch)
+        self._explain_memory()
+
+    def _explain_memory(self) -> None:
         peak = self.memory.peak_gib or 0.0
         if self.device == "cuda" and self.gpu is None and peak > self.limit:
             self.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {self._limit_in_words()}")
         if self.memory.fits is False:
-            self.reasons.append(
-                f"does not fit: {self.memory.peak_gib:.1f} GiB a rank, the limit is {self.limit:.1f} GiB "
-                f"({SAFE_FRACTION:.0%} of {self.capacity:g} GiB)"
+            self.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {self.capacity:g} GiB")
+        elif self.capacity and peak > self.limit:
+            self.warnings.append(
+                f"tight: {peak:.1f} GiB a rank, more than {self._limit_in_words()}; the estimate is not better than that"
             )
 
     def decide_for_script(self) -> None:
@@ -90,11 +114,31 @@ class Choice:
             return job.layout, f"{job.layout}: asked for with --layout"
         if not job.dp_replicate and not job.dp_shard:
             return None, ""
-        data = self.world // (job.tp * job.cp * job.pp)
+        data = self.world // (self.tp * self.cp * self.pp)
         shard = job.dp_shard or data // job.dp_replicate
         replicate = job.dp_replicate or data // job.dp_shard
         strategy: Strategy = "ddp" if shard == 1 else "fsdp" if replicate == 1 else "hybrid-shard"
         return strategy, f"{strategy}: what --dp-replicate and --dp-shard make of {data} data-parallel ranks"
+
+    @property
+    def tp(self) -> int:
+        return self.spec.job.tp or 1
+
+    @property
+    def cp(self) -> int:
+        return self.spec.job.cp or 1
+
+    @property
+    def pp(self) -> int:
+        return self.spec.job.pp or 1
+
+    def _schedule(self) -> str:
+        wanted = self.spec.recipe.parallel.schedule
+        return "1f1b" if wanted == "auto" else wanted
+
+    def _recompute(self) -> str:
+        wanted = self.spec.recipe.parallel.activation_checkpointing
+        return "none" if wanted == "auto" else wanted
 
     def layout_of(self, strategy: Strategy) -> Layout:
         """The whole layout with ``strategy`` for the data-parallel ranks, checked against model and device.
@@ -104,27 +148,28 @@ class Choice:
         """
         job, parallel = self.spec.job, self.spec.recipe.parallel
         if strategy == "zero1":
-            checks.zero1(job.tp, job.cp, job.pp)
+            checks.zero1(self.tp, self.cp, self.pp)
         replicate, shard = data_degrees(
             strategy, self.world, job.gpus,
-            tp=job.tp, cp=job.cp, pp=job.pp, dp_replicate=job.dp_replicate, dp_shard=job.dp_shard,
+            tp=self.tp, cp=self.cp, pp=self.pp, dp_replicate=job.dp_replicate, dp_shard=job.dp_shard,
         )  # fmt: skip
         # Parameters may be sharded over the ranks that share a sequence, where those are all there are.
-        if replicate * shard == 1 and not (strategy in SHARDED and job.cp > 1):
+        if replicate * shard == 1 and not (strategy in SHARDED and self.cp > 1):
             strategy = "single"
         layout = Layout(
             strategy=strategy,
             dp_replicate=replicate,
             dp_shard=shard,
             zero1=strategy == "zero1",
-            tp=job.tp,
-            sequence_parallel=parallel.sequence_parallel and job.tp > 1,
-            cp=job.cp,
-            pp=job.pp,
-            schedule=parallel.schedule if job.pp > 1 else None,
-            virtual_stages=parallel.stages_a_rank if job.pp > 1 else 1,
-            activation_checkpointing=parallel.activation_checkpointing,
-            reshard_after_forward=strategy != "fsdp-grad-op" and job.pp == 1,
+            tp=self.tp,
+            sequence_parallel=parallel.sequence_parallel and self.tp > 1,
+            cp=self.cp,
+            pp=self.pp,
+            schedule=self._schedule() if self.pp > 1 else None,
+            virtual_stages=parallel.stages_a_rank if self.pp > 1 else 1,
+            activation_checkpointing=self._recompute(),
+            defer_reduction=parallel.defer_reduction is not False,
+            reshard_after_forward=strategy != "fsdp-grad-op" and self.pp == 1,
         )
         layout = msgspec.structs.replace(layout, offload=parallel.offload and layout.fully_sharded)
         if self.decoder is not None:
@@ -158,6 +203,88 @@ class Choice:
         self.memory = self._memory(layout, self.batch.micro_batch)
         self.reasons.append(reason)
 
+    # -- by search
+
+    def _by_search(self, strategy: Strategy | None, why: str) -> None:
+        """Take the fastest layout that fits, among those that the user leaves open."""
+        if strategy is not None or self._degrees_given():
+            checked = self.layout_of(strategy or "fsdp")  # refuses what cannot be
+            batches.check_divides(
+                self._global_batch(checked), checked.data_parallel, self.spec.recipe.train.micro_batch
+            )
+        problem = self._problem(strategy)
+        found = search.search(problem)
+        if found.best is None:  # then nearer to the border than one should go
+            found = search.search(dataclasses.replace(problem, limit_gib=self.capacity or self.limit))
+        if found.best is None:
+            self._nothing_fits(problem, found, strategy, why)
+            return
+        self.found = found
+        self._take_candidate(found.best)
+        self.reasons += why_chosen.chosen(found, self.gpu_name, why)
+        self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
+
+    def _nothing_fits(self, problem: Problem, found: Found, strategy: Strategy | None, why: str) -> None:
+        least = min(found.smallest, key=lambda c: c.peak_gib, default=None)
+        if least is None:
+            self._take(self.layout_of(strategy or "ddp"), why or "ddp")
+            return
+        self._take_candidate(least)
+        self.reasons.append(f"{why or least.layout.words()}: nothing fits; this needs least")
+        self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
+        self.way_out = why_chosen.way_out(problem, self.gpu_name)
+
+    def _problem(self, strategy: Strategy | None) -> Problem:
+        job, recipe, parallel = self.spec.job, self.spec.recipe, self.spec.recipe.parallel
+        assert self.decoder is not None and self.gpu is not None
+        fixed = strategy is not None or self._degrees_given()
+        stages = parallel.stages_a_rank if parallel.schedule != "auto" or parallel.split else 0
+        wanted = Wanted(
+            strategy=strategy,
+            tp=self.tp if fixed else 0,
+            cp=self.cp if fixed else 0,
+            pp=self.pp if fixed else 0,
+            dp_replicate=job.dp_replicate,
+            dp_shard=job.dp_shard,
+            micro_batch=recipe.train.micro_batch,
+            recompute="" if parallel.activation_checkpointing == "auto" else parallel.activation_checkpointing,
+            schedule=self._schedule() if stages else "",
+            virtual_stages=stages,
+        )
+        unit = self.world * (recipe.train.micro_batch or 1)
+        if fixed:
+            whole = self._global_batch(self.layout_of(strategy or "fsdp"))
+        else:
+            whole = recipe.train.global_batch or batches.default_global_batch(unit)
+        return Problem(
+            model=self.decoder,
+            world=self.world,
+            gpus_per_node=job.gpus,
+            seq_len=recipe.data.seq_len,
+            global_batch=whole,
+            compute=self.precision,
+            parallel=parallel,
+            machine=self.machine,
+            stack=stacks.compiled(CLUSTERTRAIN) if parallel.compile else CLUSTERTRAIN,
+            limit_gib=self.limit,
+            wanted=wanted,
+        )
+
+    def _degrees_given(self) -> bool:
+        job = self.spec.job
+        return bool(job.tp or job.cp or job.pp or job.dp_replicate or job.dp_shard)
+
+    def _take_candidate(self, best: Candidate) -> None:
+        self.layout, self.step = best.layout, best.step
+        whole = best.run.micro_batch * best.run.grad_accum * best.layout.data_parallel
+        self.batch = Batch(
+            micro_batch=best.run.micro_batch,
+            grad_accum=best.run.grad_accum,
+            global_batch=whole,
+            tokens_per_step=whole * self.spec.recipe.data.seq_len,
+        )
+        self.memory = self._memory(best.layout, best.run.micro_batch)
+
     # -- the numbers
 
     def _pass(self, layout: Layout, micro_batch: int) -> Pass:
@@ -182,7 +309,8 @@ class Choice:
     def _memory(self, layout: Layout, micro_batch: int) -> Memory:
         if self.decoder is None:
             return kinds.states(self.spec.recipe.model, layout, self.capacity)
-        return memories.of_rank(self.decoder, layout, self._pass(layout, micro_batch), self.capacity)
+        stack = stacks.compiled(CLUSTERTRAIN) if self.spec.recipe.parallel.compile else CLUSTERTRAIN
+        return memories.of_rank(self.decoder, layout, self._pass(layout, micro_batch), self.capacity, stack)
 
     def _split_and_need(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""
@@ -219,13 +347,14 @@ class Choice:
         return f"single: {self._model_degrees()} takes all {self.world} ranks, one data-parallel rank is left"
 
     def _model_degrees(self) -> str:
-        job = self.spec.job
-        return " x ".join(f"{n} {d}" for n, d in (("tp", job.tp), ("cp", job.cp), ("pp", job.pp)) if d > 1)
+        return " x ".join(f"{n} {d}" for n, d in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if d > 1)
 
     def _explain_batch(self) -> None:
         train, batch, layout = self.spec.recipe.train, self.batch, self.layout
         if train.micro_batch:
             micro = "asked for"
+        elif self.found is not None:
+            micro = "the fastest that fits"
         elif layout.pp > 1:
             micro = f"the largest that divides, fits and leaves {pipeline.enough(layout)} micro-batches, else 1"
         elif self.decoder is None:

@@ -14,6 +14,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.stack import CLUSTERTRAIN, Stack
 
 GIB = 1024**3
+# What a search lets a rank need of its memory.
 SAFE_FRACTION = 0.8  # of 454 runs none whose estimate lay below 80 % of the memory ran out of it (arXiv 2411.06465)
 # Of the built-in trainer: fp32 weights, which bf16 training keeps too, fp32 gradients, AdamW's two fp32 moments.
 WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = (
@@ -52,7 +53,7 @@ def of_rank(
     stack: Stack = CLUSTERTRAIN,
     kept: Kept | None = None,
 ) -> Memory:
-    """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= 80 % of ``capacity_gib``.
+    """The estimate for the rank of ``layout`` that needs most; ``fits`` means peak <= ``capacity_gib``.
 
     Of a pipeline's ranks the first keeps the most micro-batches and the last has the logits. ``kept`` spares a search
     from counting the same activations for every way to shard the parameters.
@@ -95,7 +96,7 @@ def _of_part(
         overhead_gib=overhead / GIB,
         peak_gib=peak / GIB,
         capacity_gib=capacity_gib,
-        fits=None if capacity_gib is None else peak / GIB <= SAFE_FRACTION * capacity_gib,
+        fits=None if capacity_gib is None else peak / GIB <= capacity_gib,
     )
 
 
@@ -115,8 +116,7 @@ def _states(model: Decoder, layout: Layout, run: Pass, part: Part, stack: Stack)
         more_params, more_grads = _gathered_bytes(part.blocks, block, ends, layout, run, stack)
         return params + more_params, grads + more_grads, optimizer
     if layout.zero1:
-        # Whole parameters are dealt out here, so no rank gets by with less than the largest one.
-        largest = max(model.vocab_size * model.dim, model.dim * model.hidden) if stack is CLUSTERTRAIN else 0
+        largest = max(model.vocab_size * model.dim, model.dim * model.hidden) if stack.deals_whole else 0
         group = stack.zero_group or layout.gradient_ranks
         optimizer = max(-(-held // group), largest) * stack.optimizer_bytes
         if stack.shards_gradients:

@@ -66,7 +66,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
     """
     job = spec.job
     names = {*spec.env, *taken}
-    choice = Choice(spec, device)
+    choice = Choice(spec, device, profile)
     if spec.script is None:
         choice.decide()
     else:

@@ -44,6 +44,7 @@ class Stack:
     sequence_parallel: bool = True
     distributed_optimizer: bool = False  # also where its tables say DDP
     even_stages: bool = False  # each stage of a pipeline has as many blocks, besides embedding or head
+    deals_whole: bool = False  # ZeRO-1 deals out whole parameters, so no rank gets by with less than the largest
     wraps_parts: bool = False  # replicas of split models go through fully_shard too
     shards_gradients: bool = False  # ZeRO-2: a rank keeps the gradients of its share of the optimizer
     zero_group: int = 0  # ranks that split the optimizer; 0: all that average gradients
@@ -58,7 +59,7 @@ class Stack:
 
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
-CLUSTERTRAIN = Stack(name="clustertrain", wraps_parts=True, defer_reduction=True, traffic=2.83)
+CLUSTERTRAIN = Stack(name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, traffic=2.83)
 
 # bf16 weights, fp32 gradients, fp32 master weights and moments: 18 bytes (Megatron-LM, docs of its distributed
 # optimizer).

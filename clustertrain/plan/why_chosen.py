@@ -1,0 +1,157 @@
+"""The words for a search's result: why this layout, what the others would have cost, what would make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from clustertrain.plan import search
+from clustertrain.plan.layout import counted
+from clustertrain.plan.search import FAMILIES, SIMPLER, Candidate, Found, Problem, family, tensor_excluded
+
+LARGEST_CLUSTER = 65_536  # GPUs, where the search for a number that fits ends
+
+
+def chosen(found: Found, gpu: str, asked: str) -> list[str]:
+    """Sentences on the best candidate: the first says what it is and how fast."""
+    best = found.best
+    assert best is not None
+    what = asked or best.layout.words()
+    said = [f"{what}: {best.step_s:.3g} s a step predicted, {best.peak_gib:.1f} GiB a rank on {gpu}"]
+    fastest = min(found.fitting, key=lambda c: c.step_s)
+    if fastest.step_s < best.step_s and search.kinds(fastest.layout) != search.kinds(best.layout):
+        gain = best.step_s / fastest.step_s - 1
+        said.append(
+            f"{brief(fastest)} would be {gain:.1%} faster; less than {SIMPLER:.0%} is within the prediction's error, "
+            "and the simpler layout is easier to run"
+        )
+    said.append("a step goes into " + shares(best))
+    if best.layout.activation_checkpointing != "none":
+        said.append(
+            f"activation checkpointing {best.layout.activation_checkpointing}: costs "
+            f"{best.step.recompute_s / best.step_s:.0%} of the step, and without it no faster layout fits"
+        )
+    return said
+
+
+def brief(candidate: Candidate) -> str:
+    """``fsdp 16, tp 2 + sp, micro_batch 1, full checkpointing``."""
+    layout = candidate.layout
+    parts = [layout.words(), f"micro_batch {candidate.run.micro_batch}"]
+    if layout.virtual_stages > 1:
+        parts.append(f"{layout.virtual_stages} stages a rank")
+    if layout.activation_checkpointing != "none":
+        parts.append(f"{layout.activation_checkpointing} checkpointing")
+    return ", ".join(parts)
+
+
+def shares(candidate: Candidate) -> str:
+    """Where the step's time goes, the largest first; what is below one percent is left out."""
+    step = candidate.step
+    parts = {
+        "computing": step.compute_s,
+        "recomputing": step.recompute_s,
+        "waiting in the pipeline": step.bubble_s,
+        "tensor-parallel communication": step.tensor_s,
+        "context-parallel communication": step.context_s,
+        "sends between stages": step.pipeline_s,
+        "data-parallel communication": step.data_s,
+        "the optimizer": step.optimizer_s,
+    }
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {seconds / step.step_s:.0%}" for name, seconds in shown if seconds >= 0.01 * step.step_s)
+
+
+def rejected(problem: Problem, found: Found) -> Iterator[tuple[str, str]]:
+    """(family, the number that spoke against it) of each family but the chosen one's."""
+    taken = family(found.best.layout) if found.best else ""
+    for kind in FAMILIES:
+        if kind == taken or (kind == "single") != (problem.world == 1):
+            continue
+        fits = [c for c in found.fitting if c.family == kind]
+        if fits:
+            yield kind, _slower(min(fits, key=lambda c: c.step_s), found)
+            continue
+        small = next((c for c in found.smallest if c.family == kind), None)
+        if small is not None:
+            yield kind, f"{brief(small)} needs {small.peak_gib:.1f} GiB a rank, more than {problem.limit_gib:.1f} GiB"
+        elif why := excluded(problem, kind):
+            yield kind, why
+
+
+def _slower(other: Candidate, found: Found) -> str:
+    best = found.best
+    assert best is not None
+    more = other.step_s / best.step_s - 1
+    if more < 0:
+        return f"{brief(other)}: {other.step_s:.3g} s a step, {-more:.1%} faster, which is within the error"
+    return f"{brief(other)}: {other.step_s:.3g} s a step, {more:.1%} slower"
+
+
+def excluded(problem: Problem, kind: str) -> str:
+    """Which size excludes a family altogether; empty where the user has."""
+    wanted = problem.wanted
+    if kind == "tensor parallel" and not wanted.tp:
+        for tp in (2, 4, 8):
+            if problem.gpus_per_node % tp == 0 and (why := tensor_excluded(problem.model, tp)):
+                return f"tp {tp} does not divide {why}"
+    if kind == "context parallel" and not wanted.cp and problem.seq_len % 2:
+        return f"cp 2 does not divide seq_len {problem.seq_len}"
+    return ""
+
+
+def way_out(problem: Problem, gpu: str) -> str:
+    """The smallest number of GPUs that would do, and the cheapest change that makes it fit on these."""
+    parts = []
+    free = dataclasses.replace(problem, wanted=dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0))
+    nodes = -(-problem.world // problem.gpus_per_node)
+    while nodes * problem.gpus_per_node < LARGEST_CLUSTER:
+        nodes *= 2
+        world = nodes * problem.gpus_per_node
+        whole = -(-problem.global_batch // world) * world
+        if search.search(dataclasses.replace(free, world=world, global_batch=whole)).best:
+            parts.append(f"{_least_nodes(free, nodes)} {gpu} would do")
+            break
+    parts += list(_changes(problem))[:1]
+    return "; ".join(parts)
+
+
+def _least_nodes(problem: Problem, enough: int) -> str:
+    """Between half of ``enough`` nodes and all of them."""
+    low, high = enough // 2, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        world = middle * problem.gpus_per_node
+        whole = -(-problem.global_batch // world) * world
+        if search.search(dataclasses.replace(problem, world=world, global_batch=whole)).best:
+            high = middle
+        else:
+            low = middle
+    return f"{counted(high, 'node')} of {problem.gpus_per_node} ({high * problem.gpus_per_node} GPUs) of"
+
+
+def _changes(problem: Problem) -> Iterator[str]:
+    """What makes it fit on the same GPUs, the cheapest first."""
+    wanted, parallel = problem.wanted, problem.parallel
+    tries = (
+        ("leave train.micro_batch to the plan", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
+        (
+            "parallel.activation_checkpointing = 'full'",
+            {"wanted": dataclasses.replace(wanted, recompute="full")},
+        ),
+        (
+            "leave --layout and the degrees to the plan",
+            {"wanted": dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)},
+        ),
+        ("parallel.offload = true", {"parallel": _with(parallel, offload=True)}),
+        (f"data.seq_len = {problem.seq_len // 2}", {"seq_len": problem.seq_len // 2}),
+    )
+    for words, change in tries:
+        if search.search(dataclasses.replace(problem, **change)).best:  # type: ignore[arg-type]
+            yield f"{words} makes it fit on these"
+
+
+def _with(parallel: search.ParallelSpec, **changes: object) -> search.ParallelSpec:
+    import msgspec
+
+    return msgspec.structs.replace(parallel, **changes)
