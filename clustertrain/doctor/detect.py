@@ -21,6 +21,7 @@ from clustertrain.launch.site import Site
 from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.spec import cluster
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.strict import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -59,7 +60,7 @@ def detect(request: Request, environ: Mapping[str, str], say: Callable[[str], No
     slurm = None if request.local else site.ask()
     name = _name(request, slurm, environ)
     path = cluster.find(environ).get(name)
-    text = profile_file.read(path) if path else None
+    text = read_text(path) if path else None
     before = profile_file.parsed(text, str(path)) if text is not None else ClusterProfile()
     found = _look(request, slurm, before, environ)
     outcome = _measure(request, before, found, environ, say)

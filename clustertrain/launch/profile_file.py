@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,9 @@ import msgspec
 import tomlkit
 
 from clustertrain import fsio
-from clustertrain.errors import ConfigError
 from clustertrain.launch.findings import Found
 from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.strict import build
-
-_MODE = 0o640
+from clustertrain.spec.strict import build, parse_toml
 
 
 @dataclass(frozen=True)
@@ -83,23 +79,17 @@ def carried(old: Measured | None, new: Measured) -> Measured:
 
 def parsed(text: str, source: str) -> ClusterProfile:
     """Raises ConfigError where ``text`` is not a profile."""
-    return build(tomllib.loads(text), ClusterProfile, source)
-
-
-def read(path: Path) -> str:
-    """Raises ConfigError for a profile that cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read: {e}") from e
+    return build(parse_toml(text, source), ClusterProfile, source)
 
 
 def write(path: Path, text: str) -> None:
     """Durably; a profile that others read keeps its permissions, and a link stays one."""
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    mode = target.stat().st_mode & 0o777 if target.exists() else _MODE
-    fsio.write_text(target, text, mode=mode)
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    fsio.write_text(target, text)
+    if mode is not None:
+        target.chmod(mode)
 
 
 def header(notes: Sequence[str], now: float) -> list[str]:
