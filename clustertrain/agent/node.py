@@ -19,6 +19,7 @@ from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
+from clustertrain.agent.surroundings import Job, look
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
 from clustertrain.run.events import EventLog
@@ -180,12 +181,35 @@ class Agent:
         # CUDA numbers GPUs by speed otherwise, and NVML by bus: on a mixed node the report would name the wrong ones.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(AFTER_FAILURE_S / 2))
-        if "GLOO_SOCKET_IFNAME" not in env:
-            # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
+        try:
             interface = self._interface(meeting)
-            if interface:
-                env["GLOO_SOCKET_IFNAME"] = interface
+        except EnvironmentNotFit:
+            if "GLOO_SOCKET_IFNAME" not in env:
+                raise
+            interface = None  # who names the interface may know a node by more than its name
+        if settings.LOCAL_JOB not in env:  # there all nodes are this machine, and share its GPUs and interfaces
+            env.update(self._of_this_node(interface or ""))
+        if interface:
+            # gloo would take the address that the host's own name resolves to, which on Debian is 127.0.1.1.
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
         return env
+
+    def _of_this_node(self, interface: str) -> dict[str, str]:
+        """Settings for names that neither the plan nor the user has set; each with its reason among the events."""
+        p = self.place
+        job = Job(
+            device=p.device,
+            ranks=p.ranks_per_node,
+            several_nodes=not _one_host(p),
+            towards=interface,
+            dumps=p.attempt.flight_record,
+        )
+        found = look(job, p.environ)
+        told = {name: {"value": s.value, "reason": s.reason} for name, s in found.settings.items()}
+        self.log.write("node_settings", node=p.node, settings=told, notes=list(found.notes))
+        for line in [*(f"{n}={s.value}: {s.reason}" for n, s in found.settings.items()), *found.notes]:
+            print(f"clustertrain agent on {p.node}: {line}", file=sys.stderr, flush=True)
+        return found.environ()
 
     def _interface(self, meeting: rendezvous.Rendezvous) -> str | None:
         p = self.place

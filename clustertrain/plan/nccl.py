@@ -1,8 +1,16 @@
 """Environment of the ranks: each setting with its value and the reason. Only what there is evidence for, and never a
-name that the user has set.
+name that the user has set, nor one that means the same.
 
-Left at torch's own value on purpose: TORCH_NCCL_ASYNC_ERROR_HANDLING (3 by default, tears the process down on an error,
-which is what the agent waits for; the header of ProcessGroupNCCL asks not to set it).
+Left alone on purpose; docs/nccl.md says more:
+
+- TORCH_NCCL_ASYNC_ERROR_HANDLING: 3 by default, tears the process down on an error, which is what the agent waits for;
+  the header of ProcessGroupNCCL asks not to set it. TORCH_NCCL_BLOCKING_WAIT would undo it.
+- TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT: nothing that a node shows argues for others.
+- NCCL_ALGO, NCCL_PROTO, NCCL_NVLS_ENABLE, NCCL_MNNVL_ENABLE: NCCL works out from the topology which algorithm is best
+  for each size, and finds NVLink SHARP and NVLink between nodes by itself; aws-ofi-nccl's tuner refuses to load beside
+  a pinned one (aws-ofi-nccl issue 982).
+- FI_PROVIDER, FI_EFA_USE_DEVICE_RDMA, FI_EFA_FORK_SAFE, RDMAV_FORK_SAFE, NCCL_PROTO=simple: were for aws-ofi-nccl up to
+  1.6; its doc/efa-env-var.md calls them not needed now, and RDMAV_FORK_SAFE harmful.
 """
 
 from __future__ import annotations
@@ -11,14 +19,35 @@ from collections.abc import Collection
 
 import msgspec
 
+from clustertrain.plan import fabric
+from clustertrain.spec.node import NodeFacts
+
+# Names by which the user has decided the same thing: a former name of it, or a choice that ours would contradict.
+_DECIDED_BY = {
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
+    "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    "NCCL_SOCKET_IFNAME": ("NCCL_SOCKET_FAMILY", "NCCL_COMM_ID"),
+    "NCCL_IB_HCA": ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN"),
+    "NCCL_IB_GID_INDEX": ("NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_ADDR_FAMILY",
+                          "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM"),
+}  # fmt: skip
+
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: str
     reason: str
 
 
-def communication(device: str, fabric_interface: str, user: Collection[str]) -> dict[str, Setting]:
-    """Settings of NCCL, gloo and torch's process groups. ``fabric_interface`` is empty where it cannot be told."""
+def communication(
+    device: str, fabric_interface: str, user: Collection[str], node: NodeFacts | None = None
+) -> dict[str, Setting]:
+    """Settings of NCCL, gloo and torch's process groups.
+
+    Args:
+        fabric_interface: as the cluster profile names it; empty where it does not.
+        node: what the nodes are made of, where that is known and there are several of them.
+    """
     found: dict[str, Setting] = {}
     if device == "cuda":
         found["TORCH_FR_BUFFER_SIZE"] = Setting(
@@ -26,12 +55,59 @@ def communication(device: str, fabric_interface: str, user: Collection[str]) -> 
             "keeps the last 2000 collectives of each rank, so that a hang can be explained; torch's default, pinned",
         )
         found["TORCH_NCCL_DUMP_ON_TIMEOUT"] = Setting("1", "writes that record when a collective times out")
+    if node is not None:
+        found.update(_network(device, node, ""))
     if fabric_interface:
         why = f"the cluster profile names {fabric_interface} for training traffic"
         found["GLOO_SOCKET_IFNAME"] = Setting(fabric_interface, why)
         if device == "cuda":
             found["NCCL_SOCKET_IFNAME"] = Setting(fabric_interface, why)
-    return {name: setting for name, setting in found.items() if name not in user}
+    return _undecided(found, user, node)
+
+
+def of_node(
+    device: str, facts: NodeFacts, user: Collection[str], *, towards: str = "", several_nodes: bool, dumps: str
+) -> dict[str, Setting]:
+    """What only the node itself can tell, when the job has started on it.
+
+    Args:
+        user: names that the environment has already, the plan's among them.
+        towards: the interface that leads to the other nodes.
+        dumps: where the Flight Recorder writes; torch appends the rank.
+    """
+    found: dict[str, Setting] = {}
+    if device == "cuda":
+        found["TORCH_FR_DUMP_TEMP_FILE"] = Setting(
+            dumps,
+            "the record of the last collectives lies with the logs of the attempt, and not in a cache of the home",
+        )
+    if several_nodes:
+        found.update(_network(device, facts, towards))
+        index = fabric.gid_index(facts)
+        # Not from a profile: one GID table is no evidence for the next node's.
+        if device == "cuda" and index is not None:
+            found["NCCL_IB_GID_INDEX"] = Setting(*index)
+    return _undecided(found, user, facts)
+
+
+def _network(device: str, facts: NodeFacts, towards: str) -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    interface = fabric.interface(facts, towards)
+    if interface is not None:
+        found["GLOO_SOCKET_IFNAME"] = Setting(*interface)
+    if device == "cuda":
+        if interface is not None:
+            # "=": without it the name is a prefix, and eth1 means eth10 too.
+            found["NCCL_SOCKET_IFNAME"] = Setting(f"={interface.value}", interface.reason)
+        ports = fabric.hcas(facts)
+        if ports is not None:
+            found["NCCL_IB_HCA"] = Setting(*ports)
+    return found
+
+
+def _undecided(found: dict[str, Setting], user: Collection[str], node: NodeFacts | None = None) -> dict[str, Setting]:
+    decided = {*user, *(node.nccl_conf if node is not None else ())}
+    return {name: s for name, s in found.items() if not decided & {name, *_DECIDED_BY.get(name, ())}}
 
 
 def process(device: str, cpus_per_gpu: int, ranks_per_node: int, user: Collection[str]) -> dict[str, Setting]:
@@ -47,8 +123,4 @@ def process(device: str, cpus_per_gpu: int, ranks_per_node: int, user: Collectio
         found["OMP_NUM_THREADS"] = Setting(
             "1", "several ranks share a node and cpus_per_gpu is not set; torchrun would choose 1 too, with a warning"
         )
-    return {name: setting for name, setting in found.items() if name not in user and not _old_name_set(name, user)}
-
-
-def _old_name_set(name: str, user: Collection[str]) -> bool:
-    return name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in user
+    return _undecided(found, user)

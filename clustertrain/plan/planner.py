@@ -93,7 +93,9 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
             flops_per_step=flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None,
             bubble_fraction=pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum),
         ),
-        nccl=nccl.communication(device, fabric, names),
+        nccl=nccl.communication(
+            device, fabric, names, profile.node if job.backend != "local" and job.nodes > 1 else None
+        ),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,

@@ -76,6 +76,11 @@ class AttemptDir:
         return self.logs / f"rank-{rank}.log"
 
     @property
+    def flight_record(self) -> Path:
+        """Of torch's Flight Recorder, which appends the rank's number."""
+        return self.logs / "flight-record-rank-"
+
+    @property
     def telemetry(self) -> Path:
         return self.path / "telemetry"
 

@@ -9,8 +9,9 @@ from typing import Literal
 
 import msgspec
 
-# "virtual" has no device behind it: veth, a container's or hypervisor's bridge, a tunnel. "usb" is how a BMC shows up.
-InterfaceKind = Literal["ethernet", "infiniband", "bond", "vlan", "virtual", "usb", "wireless", "loopback"]
+# "virtual" has no device behind it: veth, a bridge of containers or virtual machines alone, a tunnel. "usb" is how the
+# host sees its BMC.
+InterfaceKind = Literal["ethernet", "infiniband", "bond", "bridge", "vlan", "virtual", "usb", "wireless", "loopback"]
 LinkLayer = Literal["InfiniBand", "Ethernet", "unknown"]
 PortState = Literal["active", "down", "unknown"]
 
@@ -98,4 +99,20 @@ class NodeFacts(_Facts, frozen=True):
     cpus: Cpus = Cpus()
     libfabric: str = ""  # where the library was seen
     aws_ofi_nccl: str = ""  # where NCCL's plugin for libfabric was seen
+    nccl_conf: tuple[
+        str, ...
+    ] = ()  # names that NCCL's own configuration files set; the environment would win over them
     unread: tuple[str, ...] = ()  # what could not be read, and why
+
+
+def cpu_numbers(cpus: str) -> set[int]:
+    """``0-2,8`` as {0, 1, 2, 8}.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    found: set[int] = set()
+    for part in cpus.split(",") if cpus.strip() else []:
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -7,9 +7,10 @@ store why a figure is missing. Not thread-safe: one thread opens, reads and clos
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,6 +69,14 @@ class Device(msgspec.Struct, frozen=True):
     memory_includes_reserved: bool = False  # only NVML's first memory call works: "used" is some 100 MB too high
     parent: str | None = None
     reason: str | None = None
+
+
+class NvLinks(NamedTuple):
+    """``nvswitch``: whether an active one leads to a switch; None where NVML does not say."""
+
+    active: int
+    total: int
+    nvswitch: bool | None
 
 
 class Nvml:
@@ -151,6 +160,52 @@ class Nvml:
         if not 0 <= value <= ceiling:
             raise NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}")
         return value
+
+    def pci_address(self, uuid: str) -> str:
+        """As sysfs writes it: ``0000:1b:00.0``.
+
+        Raises:
+            NvmlError: NVML does not tell.
+        """
+        pci = self._call("nvmlDeviceGetPciInfo_v3", self._handles[uuid])
+        return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+
+    def nvlinks(self, uuid: str) -> NvLinks:
+        """All NVLinks of a GPU; (0, 0, None) where it has none.
+
+        Raises:
+            NvmlError: NVML does not tell, which is so in MIG mode.
+        """
+        handle, states = self._handles[uuid], []
+        for link in range(self._lib.NVML_NVLINK_MAX_LINKS):
+            try:
+                states.append(bool(self._call("nvmlDeviceGetNvLinkState", handle, link)))
+            except NvmlError as e:
+                if e.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):  # past the last link of this GPU
+                    raise
+                break
+        kinds = [
+            self._optional(self._call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            for link, up in enumerate(states)
+            if up
+        ]
+        told = [kind for kind in kinds if kind is not None]
+        switch = any(kind == self._lib.NVML_NVLINK_DEVICE_TYPE_SWITCH for kind in told) if told else None
+        return NvLinks(sum(states), len(states), switch)
+
+    def nvlink_domain(self, uuid: str) -> str:
+        """What all GPUs share that reach each other over NVLink across nodes: ``<cluster UUID>.<clique>``. Empty where
+        the fabric is not up, or is a single node's (its cluster UUID is zero).
+
+        Raises:
+            NvmlError: the driver does not know of such fabrics.
+        """
+        info = self._lib.c_nvmlGpuFabricInfo_t()
+        self._call("nvmlDeviceGetGpuFabricInfo", self._handles[uuid], ctypes.byref(info))
+        cluster = bytes(info.clusterUuid)
+        if info.state != self._lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster):
+            return ""
+        return f"{cluster.hex()}.{info.cliqueId}"
 
     def _describe(self, handle: Any, index: int, parent: str | None) -> Device:
         uuid = str(self._call("nvmlDeviceGetUUID", handle))

@@ -6,6 +6,7 @@ leaves a result record whatever happens.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -33,6 +34,15 @@ def redirect_output(log: Path) -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
+
+
+def bind_processors(cpus: str, local_rank: int) -> None:
+    """Stay on the processors that the agent found near this rank's GPU; before torch starts threads, which inherit it.
+
+    ``cpus`` is ``0,1;2,3``: one list a local rank. Where the kernel refuses, the rank runs where it would have run.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        os.sched_setaffinity(0, [int(n) for n in cpus.split(";")[local_rank].split(",")])
 
 
 def _run_script(path: Path, args: Sequence[str]) -> None:
@@ -73,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         attempt = run.attempt(int(os.environ.get(settings.ATTEMPT, "1")))
         redirect_output(attempt.rank_log(int(os.environ.get("RANK", "0"))))
     faulthandler.enable()
+    if settings.RANK_CPUS in os.environ:
+        bind_processors(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
     # After the redirection, so that what the import of torch prints is in the log as well.
     from clustertrain.train import result
 

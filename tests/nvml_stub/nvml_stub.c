@@ -9,6 +9,7 @@
  *   device I KEY VALUE     I: any number below 64; a device exists once a line names it. KEY: uuid minor name
  *                          memory_total memory_used memory_reserved (bytes) utilization (%) power (mW) energy (mJ)
  *                          temperature sm_clock memory_clock parent (the number of the GPU that it is a MIG slice of)
+ *                          bus (of PCI, in hex) nvlinks nvlinks_active nvswitch (1) cluster clique (a number each)
  *   fail I FUNCTION CODE   FUNCTION as NVML exports it, or *; I: a number, or * for every device and for the calls
  *                          that concern none
  */
@@ -29,7 +30,7 @@ enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_F
 
 typedef unsigned long long u64;
 typedef struct {
-    int exists, minor, parent, index;
+    int exists, minor, parent, index, bus, nvlinks, nvlinks_active, nvswitch, cluster, clique;
     char uuid[96], name[96];
     double memory_total, memory_used, memory_reserved, utilization, power, energy, temperature, sm_clock, memory_clock;
 } Device;
@@ -72,6 +73,12 @@ static void set_value(int i, const char *key, const char *value) {
     else if (!strcmp(key, "name")) snprintf(d->name, sizeof d->name, "%s", value);
     else if (!strcmp(key, "minor")) d->minor = (int)number;
     else if (!strcmp(key, "parent")) d->parent = (int)number;
+    else if (!strcmp(key, "bus")) d->bus = (int)strtol(value, NULL, 16);
+    else if (!strcmp(key, "nvlinks")) d->nvlinks = d->nvlinks_active = (int)number;
+    else if (!strcmp(key, "nvlinks_active")) d->nvlinks_active = (int)number;
+    else if (!strcmp(key, "nvswitch")) d->nvswitch = (int)number;
+    else if (!strcmp(key, "cluster")) d->cluster = (int)number;
+    else if (!strcmp(key, "clique")) d->clique = (int)number;
     else if (!strcmp(key, "memory_total")) d->memory_total = number;
     else if (!strcmp(key, "memory_used")) d->memory_used = number;
     else if (!strcmp(key, "memory_reserved")) d->memory_reserved = number;
@@ -307,6 +314,47 @@ int nvmlDeviceGetTemperatureV(void *handle, TemperatureV1 *out) {
 int nvmlDeviceGetClockInfo(void *handle, int kind, unsigned *out) {
     BEGIN(i) NOT_A_SLICE(i)
     *out = (unsigned)(kind == 2 ? devices[i].memory_clock : devices[i].sm_clock);
+    return OK;
+}
+
+typedef struct {
+    char legacy[16];
+    unsigned domain, bus, device, id, subsystem;
+    char bus_id[32];
+} PciInfo;
+int nvmlDeviceGetPciInfo_v3(void *handle, PciInfo *out) {
+    BEGIN(i)
+    *out = (PciInfo){.bus = (unsigned)devices[i].bus};
+    snprintf(out->bus_id, sizeof out->bus_id, "00000000:%02X:00.0", devices[i].bus);
+    return OK;
+}
+
+int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) {
+    BEGIN(i)
+    if (!devices[i].nvlinks) return NOT_SUPPORTED;
+    if ((int)link >= devices[i].nvlinks) return INVALID_ARGUMENT;
+    *active = (int)link < devices[i].nvlinks_active;
+    return OK;
+}
+
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type) {
+    BEGIN(i)
+    if ((int)link >= devices[i].nvlinks_active) return NOT_SUPPORTED;
+    *type = devices[i].nvswitch ? 2 : 0; /* SWITCH, GPU */
+    return OK;
+}
+
+typedef struct {
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+} FabricInfo;
+int nvmlDeviceGetGpuFabricInfo(void *handle, FabricInfo *out) {
+    BEGIN(i)
+    if (!devices[i].nvswitch) return NOT_SUPPORTED;
+    *out = (FabricInfo){.clique = (unsigned)devices[i].clique, .state = 3}; /* COMPLETED */
+    out->cluster[15] = (unsigned char)devices[i].cluster;
     return OK;
 }
 

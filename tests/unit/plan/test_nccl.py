@@ -18,9 +18,10 @@ def test_the_users_names_are_left_alone() -> None:
     assert "OMP_NUM_THREADS" not in nccl.process("cpu", 4, 4, user)
 
 
-def test_the_allocators_old_name_counts_as_the_users_choice() -> None:
+def test_an_old_name_counts_as_the_users_choice() -> None:
     assert "PYTORCH_ALLOC_CONF" in nccl.process("cuda", 0, 8, ())
     assert "PYTORCH_ALLOC_CONF" not in nccl.process("cuda", 0, 8, {"PYTORCH_CUDA_ALLOC_CONF"})
+    assert "TORCH_FR_BUFFER_SIZE" not in nccl.communication("cuda", "", {"TORCH_NCCL_TRACE_BUFFER_SIZE"})
 
 
 def test_the_cpu_gets_nothing_of_cuda() -> None:

@@ -1,0 +1,169 @@
+"""Eight kinds of node read from their files, and nodes whose files are broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain.node.network import IpOutput
+from clustertrain.node.read import read
+from clustertrain.spec.node import NodeFacts
+from tests.fixtures.nodes.expand import KINDS, Tree, expand
+
+
+def facts(kind: str, root: Path) -> NodeFacts:
+    node = expand(kind, root)
+    return read(node.root, node.ip, node.gpus, {})
+
+
+# hcas, efa, GPUs; sockets, cores, threads; NUMA nodes with processors; NUMA nodes of the GPUs
+COUNTS = {
+    "cpu-only": (0, 0, 0, 2, 32, 32, [0, 1], []),
+    "dgx-a100": (12, 0, 8, 2, 128, 256, list(range(8)), [3, 3, 1, 1, 7, 7, 5, 5]),
+    "dgx-h100": (12, 0, 8, 2, 112, 224, [0, 1], [0, 0, 0, 0, 1, 1, 1, 1]),
+    "gb200": (8, 0, 4, 2, 144, 144, [0, 1], [0, 0, 1, 1]),
+    "hgx-h200-roce": (9, 0, 8, 2, 96, 192, [0, 1], [0, 0, 0, 0, 1, 1, 1, 1]),
+    "p4d": (0, 4, 8, 2, 48, 96, [0, 1], [0, 0, 0, 0, 1, 1, 1, 1]),
+    "p5": (0, 32, 8, 2, 96, 192, [0, 1], [0, 0, 0, 0, 1, 1, 1, 1]),
+    "pcie-a100": (2, 0, 2, 2, 64, 64, [0, 1], [0, 1]),
+}
+
+
+def test_the_library_has_eight_kinds() -> None:
+    assert set(KINDS) == set(COUNTS)
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_each_kind_is_read_whole(kind: str, tmp_path: Path) -> None:
+    seen = facts(kind, tmp_path)
+    numa = [n.index for n in seen.cpus.numa_nodes]
+    counted = (len(seen.hcas), len(seen.efa), len(seen.gpus), seen.cpus.sockets, seen.cpus.cores, seen.cpus.threads)
+    assert (*counted, numa, [g.numa_node for g in seen.gpus]) == COUNTS[kind]
+    assert seen.unread == ()
+
+
+def test_kinds_and_states_of_interfaces(tmp_path: Path) -> None:
+    seen = {i.name: i for i in facts("dgx-h100", tmp_path).interfaces}
+    assert {n: i.kind for n, i in seen.items() if i.kind != "ethernet" and not n.startswith("ibp")} == {
+        "bond0": "bond", "docker0": "virtual", "enx72d1a0e1f2c3": "usb", "lo": "loopback",
+    }  # fmt: skip
+    assert seen["ibp24s0"].kind == "infiniband" and seen["ibp24s0"].addresses == ()
+    assert seen["ens1f1np1"].state == "down" and seen["lo"].state == "up"
+    assert seen["enp41s0f0np0"].master == "bond0"
+    bond = seen["bond0"]
+    assert (bond.addresses, bond.speed_gbit, bond.default_route) == (("10.150.0.21/21",), 400, True)
+
+
+def test_an_rdma_port_gives_its_interface_a_speed(tmp_path: Path) -> None:
+    seen = {i.name: i for i in facts("dgx-a100", tmp_path).interfaces}
+    assert seen["ibp12s0"].speed_gbit == 200  # IPoIB of older kernels names none
+    assert {i.name: i.speed_gbit for i in facts("pcie-a100", tmp_path / "2").interfaces}["ens5f1np1"] == 40
+
+
+def test_a_link_local_address_is_none(tmp_path: Path) -> None:
+    seen = {i.name: i for i in facts("cpu-only", tmp_path).interfaces}
+    assert seen["ens2f0"].addresses == () and seen["ens2f0.40"].kind == "vlan"
+
+
+def test_a_bridge_over_a_real_port_is_no_bridge_of_containers(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.net("eno1", {"pci": "0000:02:00.0", "master": "br0"})
+    tree.net("br0", {"ports": "eno1"})
+    tree.net("virbr0", {"ports": "vnet0"})
+    tree.net("vnet0", {})
+    assert {i.name: i.kind for i in read(tmp_path, IpOutput()).interfaces} == {
+        "br0": "bridge", "eno1": "ethernet", "virbr0": "virtual", "vnet0": "virtual",
+    }  # fmt: skip
+
+
+def test_ports_of_rdma_devices(tmp_path: Path) -> None:
+    first, *_, last = facts("hgx-h200-roce", tmp_path).hcas
+    assert (first.name, first.state, first.link_layer, first.rate_gbit) == ("mlx5_0", "active", "Ethernet", 400)
+    assert (first.netdev, first.numa_node, first.roce_v2_ipv4_gid_index) == ("rail0", 0, 3)
+    assert (last.name, last.rate_gbit, last.pci_address) == ("mlx5_8", 200, "0000:2a:00.0")
+    assert facts("dgx-h100", tmp_path / "2").hcas[0].roce_v2_ipv4_gid_index is None  # InfiniBand has no such thing
+
+
+def test_two_routable_gids_are_ambiguous(tmp_path: Path) -> None:
+    Tree(tmp_path).rdma(
+        "mlx5_0",
+        {
+            "pci": "0000:18:00.0",
+            "layer": "Ethernet",
+            "rate": "400 Gb/sec (4X NDR)",
+            "gids": "3/v2/10.0.0.1,5/v2/10.1.0.1",
+        },
+        "mlx5_core",
+    )
+    assert read(tmp_path, IpOutput()).hcas[0].roce_v2_ipv4_gid_index is None
+
+
+def test_libraries_are_seen_where_installers_put_them(tmp_path: Path) -> None:
+    seen = facts("p5", tmp_path)
+    assert seen.libfabric == "/opt/amazon/efa/lib/libfabric.so.1"
+    assert seen.aws_ofi_nccl == "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net-ofi.so"
+    own = tmp_path / "home/me/lib"
+    own.mkdir(parents=True)
+    (own / "libnccl-net.so").touch()
+    assert read(tmp_path, IpOutput(), environ={"LD_LIBRARY_PATH": ":/home/me/lib"}).aws_ofi_nccl == (
+        "/home/me/lib/libnccl-net.so"
+    )
+
+
+def test_names_in_nccls_own_files(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.write("/etc/nccl.conf", "# by the site\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=WARN\nno setting")
+    tree.write("/home/me/.nccl.conf", "NCCL_SOCKET_IFNAME==ib0")
+    tree.write("/home/me/other.conf", "NCCL_ALGO=Ring")
+    assert read(tmp_path, IpOutput(), environ={"HOME": "/home/me"}).nccl_conf == (
+        "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG",
+    )  # fmt: skip
+    chosen = {"HOME": "/home/me", "NCCL_CONF_FILE": "/home/me/other.conf"}
+    assert read(tmp_path, IpOutput(), environ=chosen).nccl_conf == ("NCCL_ALGO", "NCCL_IB_HCA", "NCCL_DEBUG")
+
+
+def test_garbage_in_files_is_noted_and_hurts_nothing_else(tmp_path: Path) -> None:
+    node = expand("dgx-h100", tmp_path)
+    tree = Tree(tmp_path)
+    tree.write("/sys/class/infiniband/mlx5_0/ports/1/rate", "fast\x00")
+    tree.write("/sys/class/infiniband/mlx5_3/ports/1/state", "?")
+    tree.write("/sys/class/net/bond0/speed", "99999999999999999999999")
+    tree.write("/sys/devices/system/node/node1/cpulist", "56-x")
+    tree.write("/sys/devices/system/cpu/online", "all of them")
+    (tmp_path / "sys/class/net/eno3/operstate").write_bytes(b"\xff\xfe")
+    seen = read(tmp_path, IpOutput('{"not": "a list"}', "[1,"), node.gpus, {})
+    assert seen.hcas[0].rate_gbit is None and seen.hcas[0].state == "active"
+    assert seen.hcas[3].state == "unknown" and seen.hcas[4].rate_gbit == 400
+    assert [n.index for n in seen.cpus.numa_nodes] == [0] and seen.cpus.cores is None
+    assert {i.state for i in seen.interfaces if i.name == "eno3"} == {"down"}
+    for part in ("mlx5_0/ports/1/rate", "bond0/speed", "node1/cpulist", "cpu/online", "ip -j address", "ip -j route"):
+        assert any(part in note for note in seen.unread), (part, seen.unread)
+
+
+def test_a_sysfs_that_cannot_be_read_leaves_nothing_but_notes(tmp_path: Path) -> None:
+    for folder in ("sys/class/net", "sys/class/infiniband", "sys/devices/system/node"):
+        (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder).symlink_to(tmp_path / folder)  # a link to itself: ELOOP, for root too
+    seen = read(tmp_path, IpOutput(), environ={})
+    assert (seen.interfaces, seen.hcas, seen.cpus.numa_nodes) == ((), (), ())
+    assert len(seen.unread) == 3 and all("symbolic links" in note for note in seen.unread)
+
+
+def test_an_empty_root_is_a_node_of_which_nothing_is_known(tmp_path: Path) -> None:
+    assert read(tmp_path, IpOutput(), environ={}) == NodeFacts()
+
+
+def test_without_the_ip_command_only_addresses_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expand("pcie-a100", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    seen = read(tmp_path, environ={})
+    assert {i.name: i.speed_gbit for i in seen.interfaces}["ens5f0np0"] == 100
+    assert [note for note in seen.unread if "ip: command not found" in note] == list(seen.unread)
+
+
+def test_this_machine_is_read() -> None:
+    """The real files and, where there is one, the real ``ip``."""
+    seen = read()
+    assert "lo" in {i.name for i in seen.interfaces}
+    assert seen.cpus.threads and not any("is not a" in note for note in seen.unread)

@@ -1,0 +1,182 @@
+"""Interface, ports and GID index for eight kinds of node, and for nodes with something wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain.node.read import read
+from clustertrain.plan import fabric, nccl
+from clustertrain.spec.node import EfaDevice, Gpu, Hca, Interface, NodeFacts
+from tests.fixtures.nodes.expand import expand
+
+H100_PORTS = "=" + ",".join(f"mlx5_{n}:1" for n in (0, 3, 4, 5, 6, 9, 10, 11))
+# interface, NCCL_IB_HCA, NCCL_IB_GID_INDEX
+EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
+    "cpu-only": ("ens2f0.40", None, None),
+    "dgx-a100": ("ibp12s0", "=" + ",".join(f"mlx5_{n}:1" for n in (0, 1, 2, 3, 6, 7, 8, 9)), None),
+    "dgx-h100": ("bond0", H100_PORTS, None),
+    "gb200": ("bond0", "=mlx5_0:1,mlx5_1:1,mlx5_4:1,mlx5_5:1", None),
+    "hgx-h200-roce": ("ens3f0np0", "=" + ",".join(f"mlx5_{n}:1" for n in range(8)), "3"),
+    "p4d": ("ens32", None, None),
+    "p5": ("enp71s0", None, None),
+    "pcie-a100": ("ens5f0np0", None, "3"),
+}
+
+
+def of(kind: str, root: Path) -> NodeFacts:
+    node = expand(kind, root)
+    return read(node.root, node.ip, node.gpus, {})
+
+
+def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", device: str = "cuda") -> dict[str, str]:
+    found = nccl.of_node(device, facts, user, towards=towards, several_nodes=True, dumps="/logs/rank-")
+    assert all(s.reason for s in found.values())
+    return {name: s.value for name, s in found.items() if name != "TORCH_FR_DUMP_TEMP_FILE"}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_each_kind_of_node(kind: str, tmp_path: Path) -> None:
+    interface, ports, gid = EXPECTED[kind]
+    wanted = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "NCCL_IB_HCA": ports,
+        "NCCL_IB_GID_INDEX": gid,
+    }
+    facts = of(kind, tmp_path)
+    assert decided(facts) == {name: value for name, value in wanted.items() if value is not None}
+    assert decided(facts, device="cpu") == {"GLOO_SOCKET_IFNAME": interface}
+    assert fabric.notes(facts) == []
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str, tmp_path: Path) -> None:
+    facts = of(kind, tmp_path)
+    names = {*decided(facts), *nccl.communication("cuda", "", (), facts), *nccl.process("cuda", 8, 8, ())}
+    assert not {n for n in names if n.startswith(("FI_", "RDMAV_", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS"))}
+    assert not names & {
+        "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "TORCH_NCCL_TRACE_BUFFER_SIZE", "PYTORCH_CUDA_ALLOC_CONF",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_the_way_to_the_others_stays_unless_it_is_management(kind: str, tmp_path: Path) -> None:
+    facts = of(kind, tmp_path)
+    management = {"dgx-a100": "enp226s0", "dgx-h100": "eno3", "gb200": "enP5p9s0", "hgx-h200-roce": "eno1"}
+    slow = management.get(kind, "eno1")
+    assert decided(facts, towards=slow)["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    assert decided(facts, towards="docker0")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    assert decided(facts, towards="lo")["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
+    if kind == "dgx-a100":
+        assert decided(facts, towards="enp97s0f0")["GLOO_SOCKET_IFNAME"] == "enp97s0f0"
+
+
+def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+    facts = of("pcie-a100", tmp_path)
+    interface = fabric.interface(facts)
+    assert interface is not None
+    for words in ("eno1 (1 Gbit/s, management)", "ens5f1np1 (down)", "virbr0 (virtual)"):
+        assert words in interface.reason
+    ports = fabric.hcas(of("gb200", tmp_path / "2"))
+    assert ports is not None and "4 x InfiniBand at 400 Gbit/s" in ports.reason
+    assert "mlx5_2:1 (Ethernet, 200 Gbit/s)" in ports.reason and "mlx5_3:1 (down)" in ports.reason
+
+
+def with_(facts: NodeFacts, part: str, name: str, **changes: Any) -> NodeFacts:
+    changed = tuple(msgspec.structs.replace(x, **changes) if x.name == name else x for x in getattr(facts, part))
+    return msgspec.structs.replace(facts, **{part: changed})
+
+
+def test_the_only_fast_port_is_down(tmp_path: Path) -> None:
+    facts = of("pcie-a100", tmp_path)
+    facts = with_(with_(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down")
+    assert decided(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
+    assert fabric.notes(facts) == ["no RDMA port is active (mlx5_0:1, mlx5_1:1): NCCL uses TCP"]
+
+
+def test_an_interface_without_an_address_is_not_chosen(tmp_path: Path) -> None:
+    facts = with_(of("pcie-a100", tmp_path), "interfaces", "ens5f0np0", addresses=())
+    assert decided(facts, towards="ens5f0np0")["GLOO_SOCKET_IFNAME"] == "eno1"
+
+
+def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
+    node = expand("pcie-a100", tmp_path)
+    facts = read(node.root, type(node.ip)(), node.gpus, {})
+    assert "GLOO_SOCKET_IFNAME" not in decided(facts, towards="eno1")
+
+
+@pytest.mark.parametrize(
+    ("user", "gone"),
+    [
+        ("NCCL_IB_HCA", {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}),
+        ("NCCL_IB_DISABLE", {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}),
+        ("NCCL_IB_ADDR_RANGE", {"NCCL_IB_GID_INDEX"}),
+        ("NCCL_SOCKET_IFNAME", {"NCCL_SOCKET_IFNAME"}),
+        ("NCCL_SOCKET_FAMILY", {"NCCL_SOCKET_IFNAME"}),
+        ("GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME"}),
+        ("NCCL_DEBUG", set()),
+    ],
+)
+def test_what_the_user_has_decided_is_left_alone(user: str, gone: set[str], tmp_path: Path) -> None:
+    facts = of("hgx-h200-roce", tmp_path)
+    assert decided(facts).keys() - decided(facts, (user,)).keys() == gone
+    # The same where NCCL's own files set it, over which the environment would win.
+    assert decided(facts).keys() - decided(msgspec.structs.replace(facts, nccl_conf=(user,))).keys() == gone
+
+
+def test_gid_tables_that_differ_are_left_to_nccl(tmp_path: Path) -> None:
+    facts = with_(of("hgx-h200-roce", tmp_path), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
+    assert "NCCL_IB_GID_INDEX" not in decided(facts)
+    (note,) = fabric.notes(facts)
+    assert "mlx5_0:1 3" in note and "mlx5_5:1 5" in note
+    none = with_(of("hgx-h200-roce", tmp_path / "2"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
+    assert "NCCL_IB_GID_INDEX" not in decided(none) and "mlx5_5:1 none" in fabric.notes(none)[0]
+
+
+def test_one_fast_storage_port_does_not_outweigh_the_compute_fabric() -> None:
+    compute = tuple(Hca(name=f"mlx5_{i}", state="active", link_layer="InfiniBand", rate_gbit=200) for i in range(4))
+    storage = Hca(name="mlx5_4", state="active", link_layer="InfiniBand", rate_gbit=400)
+    assert fabric.training_ports(NodeFacts(hcas=(*compute, storage))) == compute
+
+
+def test_rails_carry_the_sockets_only_where_nothing_else_does() -> None:
+    rails = tuple(
+        Interface(name=f"rail{i}", state="up", addresses=(f"10.{i}.0.1/31",), speed_gbit=400) for i in range(2)
+    )
+    ports = tuple(
+        Hca(name=f"mlx5_{i}", state="active", link_layer="Ethernet", rate_gbit=400, netdev=f"rail{i}") for i in range(2)
+    )
+    board = Interface(name="eno1", state="up", addresses=("10.9.0.1/24",), speed_gbit=1)
+    chosen = fabric.interface(NodeFacts(interfaces=(board, *rails), hcas=ports))
+    assert chosen is not None and chosen.value == "rail0"
+    front = msgspec.structs.replace(board, speed_gbit=10)
+    chosen = fabric.interface(NodeFacts(interfaces=(front, *rails), hcas=ports))
+    assert chosen is not None and chosen.value == "eno1"
+
+
+def test_a_network_with_room_comes_before_a_faster_point_to_point_link() -> None:
+    link = Interface(name="p2p", state="up", addresses=("10.0.0.1/31",), speed_gbit=200)
+    lan = Interface(name="lan", state="up", addresses=("10.1.0.1/16",), speed_gbit=100)
+    chosen = fabric.interface(NodeFacts(interfaces=(link, lan)))
+    assert chosen is not None and chosen.value == "lan"
+
+
+def test_notes_on_what_no_setting_can_mend() -> None:
+    efa = tuple(EfaDevice(name=f"efa_{i}", state="active") for i in range(4))
+    gpu = Gpu(index=3, nvlinks_active=16, nvlinks_total=18)
+    bare = Gpu(index=4, nvlinks_active=0, nvlinks_total=12)  # a PCIe card without bridges: nothing is wrong
+    missing, links = fabric.notes(NodeFacts(efa=efa, gpus=(gpu, bare)))
+    assert "4 EFA devices" in missing and "aws-ofi-nccl" in missing
+    assert links == "GPU 3: 16 of 18 NVLinks are up"
+
+
+def test_the_plan_takes_it_from_the_profile_but_for_the_gid_index(tmp_path: Path) -> None:
+    facts = of("hgx-h200-roce", tmp_path)
+    planned = nccl.communication("cuda", "", (), facts)
+    assert planned["NCCL_SOCKET_IFNAME"].value == "=ens3f0np0" and "NCCL_IB_HCA" in planned
+    assert "NCCL_IB_GID_INDEX" not in planned
+    assert nccl.communication("cuda", "ib0", (), facts)["NCCL_SOCKET_IFNAME"].value == "ib0"  # named by a person
