@@ -134,4 +134,5 @@ def _line(seen: Detected, key: str) -> str:
     import msgspec
 
     values = msgspec.to_builtins(getattr(seen.profile, key))
-    return f"[{key}] " + ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)
+    short = {name: f"{len(value)} listed" if isinstance(value, list) else value for name, value in values.items()}
+    return f"[{key}] " + ", ".join(f"{name}: {value}" for name, value in short.items() if value is not None)

@@ -67,7 +67,8 @@ def detect(request: Request, environ: Mapping[str, str], say: Callable[[str], No
     measured = profile_file.carried(before.measured, outcome.measured) if outcome.measured else None
     path = path or settings.profile_folders(environ)[-1] / f"{name}.toml"
     header = profile_file.header(found.notes, clock.now())
-    merged = profile_file.merge(text, found.keys, {"measured": measured}, header=header, force=request.force)
+    tables = {"measured": measured, "node": outcome.node}
+    merged = profile_file.merge(text, found.keys, tables, header=header, force=request.force)
     return Detected(name, path, found, outcome, merged, profile_file.parsed(merged.text, str(path)))
 
 
@@ -98,7 +99,7 @@ def _measure(
 ) -> Outcome:
     allocated = not request.local and settings.SLURM_JOB_ID in environ
     if request.measure is False or (request.measure is None and not allocated):
-        return Outcome(None, (), ())
+        return Outcome()
     nodes = SlurmBackend().own_nodes(environ) if allocated else ()
     # Of a partition with GPUs, rates of the CPU would be wrong, not slow.
     device = before.device if before.device != "auto" or "device" not in found.keys else found.keys["device"].value

@@ -29,7 +29,7 @@ SHAPES = {
     "cuda": ((8192, 8192, 8192), (8192, 14336, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (256, 1024, 256)),
 }
-# Products in a row for one sample: on a GPU the start of a kernel would else be a part of the time.
+# In a row for one sample: on a GPU the start of a kernel would else be a part of the time.
 IN_A_ROW = {"cuda": 10, "cpu": 1}
 # Past the sizes at which latency counts; a flattened gradient bucket or the shard of a large layer.
 ALL_REDUCE_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
@@ -86,7 +86,7 @@ def all_reduce(kind: str, across: bool) -> dict[str, Any]:
     def once() -> None:
         dist.all_reduce(buffer, group=group)
 
-    seconds = torch.tensor([_median_s(once, kind, 1, before=dist.barrier)], device=kind)
+    seconds = torch.tensor([_median_s(once, kind, IN_A_ROW[kind], before=dist.barrier)], device=kind)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     return {"bus_gb_s": size / float(seconds) * 2 * (ranks - 1) / ranks / 1e9, "ranks": ranks}

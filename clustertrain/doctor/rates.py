@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, proc
+from clustertrain.errors import ConfigError
+from clustertrain.plan import nccl
 from clustertrain.spec.cluster import ClusterProfile, Measured
+from clustertrain.spec.node import NodeFacts
+from clustertrain.spec.strict import build
 
 MARK = "clustertrain-measured "  # before each line of JSON that a measurement prints
 TIMEOUT_S = 180.0  # of one measurement; most of it is for importing torch from a busy network filesystem
@@ -33,10 +37,10 @@ class Where:
 
     @classmethod
     def of(cls, profile: ClusterProfile, python: str, nodes: tuple[str, ...], device: str) -> Where:
-        """What the runs of ``profile`` would get, so that it is measured as they will go."""
-        env = dict(profile.env)
-        if profile.fabric_interface:
-            env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), profile.fabric_interface)
+        """With the environment that the plan gives runs of ``profile``, so that it is measured as they will go."""
+        facts = profile.node if len(nodes) > 1 else None
+        found = nccl.communication(device, profile.fabric_interface, {*os.environ, *profile.env}, facts)
+        env = {**profile.env, **{name: setting.value for name, setting in found.items()}}
         return cls(python=profile.python or python, nodes=nodes, device=device, env=env)
 
     def srun(self, nodes: Sequence[str]) -> list[str]:
@@ -52,62 +56,87 @@ class Where:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``measured`` is None where nothing was. ``failures`` are sentences, one for each measurement that failed."""
+    """``measured`` and ``node`` are None where nothing was measured or read. ``failures`` are sentences, one for each
+    that failed."""
 
-    measured: Measured | None
-    notes: tuple[str, ...]
-    failures: tuple[str, ...]
+    measured: Measured | None = None
+    node: NodeFacts | None = None
+    notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class _Measuring:
+    """One part after the other, each told before it begins, and what has failed so far."""
+
+    def __init__(self, where: Where, say: Callable[[str], None]) -> None:
+        self.where = where
+        self.say = say
+        self.failures: list[str] = []
+
+    def run(self, what: str, nodes: Sequence[str], module: str, *args: str, needed: str) -> dict[str, Any]:
+        """What ``module`` said on ``nodes``; a failure where ``needed`` is not among it."""
+        self.say(what)
+        argv = [*self.where.srun(nodes), self.where.python, "-m", f"clustertrain.doctor.{module}", *args]
+        found, failure = _run(argv, self.where.env)
+        if needed not in found:
+            self.failures.append(f"{what}: {failure or 'it ended without a result'}")
+        return found
 
 
 def measure(where: Where, say: Callable[[str], None]) -> Outcome:
-    """All measurements, one after the other; ``say`` hears of each before it begins. Takes about half a minute.
+    """All there is to read and measure; ``say`` hears of each part before it begins. Takes about half a minute.
 
     A KeyboardInterrupt ends the one that runs, with every process of it, and is passed on.
     """
-    notes: list[str] = []
-    failures: list[str] = []
-
-    def attempt(what: str, argv: Sequence[str], needed: str) -> dict[str, Any]:
-        say(f"measuring {what}")
-        found, failure = _run(argv, where.env)
-        if needed not in found:
-            failures.append(f"{what}: {failure or 'it ended without a result'}")
-        return found
-
+    do = _Measuring(where, say)
     first = where.nodes[:1]
-    argv = [*where.srun(first), where.python, "-m", "clustertrain.doctor.measure", "gemm", "--device", where.device]
-    seen = attempt("matrix products", argv, "gemm_tflops")
-    if "kind" not in seen:
-        return Outcome(None, (), tuple(failures))
-    ranks = int(seen["count"]) or RANKS_ON_CPU
-    inside: dict[str, Any] = {}
-    across: dict[str, Any] = {}
-    step = [where.python, "-m", "clustertrain.doctor.node_step", "--ranks", str(ranks)]
-    if ranks > 1:
-        argv = [*where.srun(first), *step, "all-reduce", "--device", seen["kind"]]
-        inside = attempt(f"an all-reduce over {ranks} ranks of one node", argv, "bus_gb_s")
-    else:
-        notes.append("one GPU: no all-reduce inside a node to measure")
-    if len(where.nodes) > 1:
-        meeting = ["--nodes", ",".join(where.nodes), "--port", str(seen["port"])]
-        argv = [*where.srun(where.nodes), *step, *meeting, "all-reduce-across", "--device", seen["kind"]]
-        across = attempt(f"all-reduces across {len(where.nodes)} nodes", argv, "bus_gb_s")
-    if seen["kind"] == "cpu" and where.device == "auto":
+    node = _facts(do.run("reading what the node is made of", first, "facts", needed="node"), do.failures)
+    gemm = do.run("measuring matrix products", first, "measure", "gemm", "--device", where.device, needed="gemm_tflops")
+    if "kind" not in gemm:
+        return Outcome(node=node, failures=tuple(do.failures))
+    notes = []
+    if gemm["kind"] == "cpu" and where.device == "auto":
         notes.append("torch sees no GPU here: these are rates of the CPU")
-    if not {"gemm_tflops"} & seen.keys() | {"bus_gb_s"} & (inside.keys() | across.keys()):
-        return Outcome(None, tuple(notes), tuple(failures))
+    ranks = int(gemm["count"]) or RANKS_ON_CPU
+    if ranks == 1:
+        notes.append("one GPU: no all-reduce inside a node to measure")
+    inside, across = _all_reduces(do, ranks, gemm["kind"], gemm["port"])
     measured = Measured(
-        gemm_tflops=_rounded(seen.get("gemm_tflops")),
-        gemm_dtype=seen.get("gemm_dtype", ""),
-        node_bus_gb_s=_rounded(inside.get("bus_gb_s")),
-        fabric_bus_gb_s=_rounded(across.get("bus_gb_s")),
-        device=seen["device"],
+        gemm_tflops=_rounded(gemm.get("gemm_tflops")),
+        gemm_dtype=gemm.get("gemm_dtype", ""),
+        node_bus_gb_s=_rounded(inside),
+        fabric_bus_gb_s=_rounded(across),
+        device=gemm["device"],
         ranks=ranks,
         nodes=max(1, len(where.nodes)),
-        torch=seen["torch"],
+        torch=gemm["torch"],
         measured_at=float(round(clock.now())),
     )
-    return Outcome(measured, tuple(notes), tuple(failures))
+    some = any((measured.gemm_tflops, measured.node_bus_gb_s, measured.fabric_bus_gb_s))
+    return Outcome(measured if some else None, node, tuple(notes), tuple(do.failures))
+
+
+def _all_reduces(do: _Measuring, ranks: int, kind: str, port: int) -> tuple[float | None, float | None]:
+    """GB/s inside a node and across nodes, where there is something between the ranks. ``port`` is the first node's."""
+    inside: dict[str, Any] = {}
+    across: dict[str, Any] = {}
+    nodes, each = do.where.nodes, ["--ranks", str(ranks), "--device", kind]
+    if ranks > 1:
+        what = f"measuring an all-reduce over {ranks} ranks of one node"
+        inside = do.run(what, nodes[:1], "node_step", "all-reduce", *each, needed="bus_gb_s")
+    if len(nodes) > 1:
+        what = f"measuring all-reduces across {len(nodes)} nodes"
+        meeting = ["--nodes", ",".join(nodes), "--port", str(port)]
+        across = do.run(what, nodes, "node_step", "all-reduce-across", *each, *meeting, needed="bus_gb_s")
+    return inside.get("bus_gb_s"), across.get("bus_gb_s")
+
+
+def _facts(said: Mapping[str, Any], failures: list[str]) -> NodeFacts | None:
+    try:
+        return build(said["node"], NodeFacts, "the node") if "node" in said else None
+    except ConfigError as e:  # another version of clustertrain on the nodes
+        failures.append(f"reading what the node is made of: {e}")
+        return None
 
 
 def _rounded(value: float | None) -> float | None:

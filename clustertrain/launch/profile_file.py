@@ -63,7 +63,7 @@ def merge(
         document[key] = item
         written.append(key)
     for name, struct in tables.items():
-        if struct is not None:
+        if struct is not None and document.unwrap().get(name) != _without_none(struct):
             document[name] = tomlkit.item(_without_none(struct))
             written.append(name)
     return Merged(tomlkit.dumps(document), tuple(written), tuple(kept))

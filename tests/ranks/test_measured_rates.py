@@ -31,14 +31,17 @@ def test_this_machine_alone() -> None:
     assert m.gemm_tflops is not None and m.gemm_tflops > 0
     assert m.node_bus_gb_s is not None and m.node_bus_gb_s > 0
     assert m.fabric_bus_gb_s is None
-    assert len(said) == 2
+    assert len(said) == 3
+    assert found.node is not None and found.node.cpus.threads
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
     found = rates.measure(Where(python=sys.executable, device="cuda"), lambda _: None)
     assert found.measured is None
-    assert found.failures == ("matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",)
+    assert found.failures == (
+        "measuring matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",
+    )
 
 
 def test_two_nodes_meet_and_one_of_them_tells() -> None:

@@ -57,5 +57,6 @@ def test_inside_an_allocation_it_measures_across_its_nodes(
     assert seen["failures"] == [] and (measured["nodes"], measured["ranks"], measured["device"]) == (2, 2, "cpu")
     assert min(measured[k] for k in ("gemm_tflops", "node_bus_gb_s", "fabric_bus_gb_s")) > 0
     written = tomllib.loads(profile.read_text())
+    assert "eth0" in {interface["name"] for interface in written["node"]["interfaces"]}
     assert written["measured"]["fabric_bus_gb_s"] == measured["fabric_bus_gb_s"]
     assert written["device"] == "cpu" and seen["kept"] == {"device": {"profile": "cpu", "found": "cuda"}}
