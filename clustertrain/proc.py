@@ -116,6 +116,21 @@ def kill_descendants(timeout_s: float = 30.0) -> bool:
     return True
 
 
+def end(child: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """SIGTERM to a child that still runs, and after ``timeout_s`` SIGKILL to it and all below it."""
+    import psutil
+
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for process in psutil.Process(child.pid).children(recursive=True):
+                send_signal(process, signal.SIGKILL)
+            child.kill()
+            child.wait()
+
+
 def send_signal(process: psutil.Process, number: int) -> None:
     """To a process that may have ended meanwhile."""
     import psutil

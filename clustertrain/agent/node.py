@@ -21,6 +21,7 @@ from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
+from clustertrain.launch.network import interface_towards
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
 from clustertrain.telemetry.sampler import Sampler
@@ -213,9 +214,9 @@ class Agent:
     def _interface(self, meeting: rendezvous.Rendezvous) -> str | None:
         p = self.place
         if _one_host(p):
-            return rendezvous.interface_towards("127.0.0.1")
+            return interface_towards("127.0.0.1")
         other = p.nodes[1] if p.node_rank == 0 else meeting.host
-        return rendezvous.interface_towards(rendezvous.resolve(rendezvous.Rendezvous(other, meeting.port, ""), p.node))
+        return interface_towards(rendezvous.resolve(rendezvous.Rendezvous(other, meeting.port, ""), p.node))
 
     def _watch(self, child: Any) -> None:
         """Until torchrun has ended, or has no reason left to live."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,29 @@ from clustertrain.spec.job import Device
 from clustertrain.spec.node import NodeFacts
 from clustertrain.spec.ranges import positive
 from clustertrain.spec.strict import build, nearest, read_toml
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The table ``[measured]``: rates that ``cluster detect`` saw in an allocation; None where it saw none.
+
+    Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): of an all-reduce of S bytes over n ranks in t seconds
+    S / t * 2 (n - 1) / n, here in GB/s = 1e9 bytes/s. It is what the slowest rank's links carry, whatever n.
+    """
+
+    gemm_tflops: float | None = None  # one device, the median of a few large matrix products
+    gemm_dtype: Literal["", "bf16", "fp16", "fp32"] = ""  # what they were multiplied in
+    node_bus_gb_s: float | None = None  # all-reduce over all devices of one node
+    fabric_bus_gb_s: float | None = None  # across nodes, each device with its peers of the same local rank, all at once
+    device: str = ""  # the driver's name of the GPU, or "cpu"
+    ranks: int = 0  # of one node
+    nodes: int = 0  # that took part
+    torch: str = ""
+    measured_at: float = 0.0  # UTC epoch seconds
+
+    def __post_init__(self) -> None:
+        for name in ("gemm_tflops", "node_bus_gb_s", "fabric_bus_gb_s"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
 
 
 class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,17 +54,21 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     signal_lead_s: int = 120  # first `--signal` before the time limit
     device: Device = "auto"
     gpu_type: str = ""
+    gpus_per_node: int = 0  # that a node has; 0: not known
     gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
     cpus_per_gpu: int = 0
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
+    measured: Measured | None = None
     node: NodeFacts | None = None  # what its nodes are made of; all alike, as far as the settings of NCCL go
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:
             positive("grace_s", self.grace_s)
         positive("signal_lead_s", self.signal_lead_s)
+        if self.gpus_per_node < 0:
+            raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
         if self.python and not self.python.startswith("/"):
             raise ValueError(f"python = {self.python!r}: must be an absolute path, the nodes may have another PATH")
         if self.gpus_flag not in ("gpus-per-node", "gres"):
@@ -56,13 +84,18 @@ def find(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     return found
 
 
+def chosen(environ: Mapping[str, str] = os.environ) -> str:
+    """The profile that is used where none is named; empty where there is no such choice."""
+    return environ.get(settings.CLUSTER, "")
+
+
 def load(name: str, environ: Mapping[str, str] = os.environ) -> ClusterProfile:
     """The profile ``name``; with an empty name ``$CLUSTERTRAIN_CLUSTER``, else the built-in defaults.
 
     Raises:
         ConfigError: no such profile (the known ones are named), or a bad one.
     """
-    wanted = name or environ.get(settings.CLUSTER, "")
+    wanted = name or chosen(environ)
     if not wanted:
         return ClusterProfile()
     profiles = find(environ)

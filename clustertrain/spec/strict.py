@@ -93,14 +93,25 @@ def _show(value: dict[str, Any], key: str) -> str | None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises ConfigError for a missing, unreadable or malformed file."""
+    return parse_toml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """Raises ConfigError for a missing or unreadable file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError as e:
         raise ConfigError(f"{path}: no such file") from e
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: cannot be read: {e}") from e
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Raises ConfigError for what is not TOML; names ``source``."""
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from e
+        raise ConfigError(f"{source}: not valid TOML: {e}") from e
 
 
 def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:

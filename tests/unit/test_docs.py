@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clustertrain import proc
+from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.strict import build
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,6 +33,15 @@ def test_every_key_of_parallel_is_documented_with_its_default() -> None:
         value = [] if field.default == () else field.default
         shown = msgspec.json.encode(value).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_key_of_a_cluster_profile_is_documented() -> None:
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    keys = {name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)}
+    fields = {f.name for kind in (ClusterProfile, Measured) for f in msgspec.structs.fields(kind)}
+    assert fields - keys == set()
+    sample = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert sample is not None and build(tomllib.loads(sample[1]), ClusterProfile, "the sample").measured is not None
 
 
 def test_every_word_of_a_tp_plan_is_documented() -> None:

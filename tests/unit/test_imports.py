@@ -92,6 +92,8 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["list"], "clustertrain.report.status"),
         (["telemetry"], "clustertrain.telemetry.query"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
+        (["cluster", "list"], "clustertrain.spec.cluster"),
+        (["cluster", "detect", "--local", "--dry-run"], "clustertrain.doctor.rates"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

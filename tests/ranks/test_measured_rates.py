@@ -1,0 +1,83 @@
+"""Rates measured with real ranks, on the CPU with gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from clustertrain import clock
+from clustertrain.doctor import rates
+from clustertrain.doctor.rates import MARK, Where
+from clustertrain.launch.network import free_port
+
+pytestmark = pytest.mark.ranks
+
+
+def test_this_machine_alone() -> None:
+    said: list[str] = []
+    found = rates.measure(Where(python=sys.executable, device="cpu"), said.append)
+    assert found.failures == () and found.measured is not None
+    m = found.measured
+    assert (m.device, m.ranks, m.nodes, m.gemm_dtype, m.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
+    assert m.gemm_tflops is not None and m.gemm_tflops > 0
+    assert m.node_bus_gb_s is not None and m.node_bus_gb_s > 0
+    assert m.fabric_bus_gb_s is None
+    assert len(said) == 3
+    assert found.node is not None and found.node.cpus.threads
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
+    found = rates.measure(Where(python=sys.executable, device="cuda"), lambda _: None)
+    assert found.measured is None
+    assert found.failures == (
+        "measuring matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",
+    )
+
+
+def test_two_nodes_meet_and_one_of_them_tells() -> None:
+    """Each node's process as srun would start it, both on this machine."""
+    argv = [sys.executable, "-m", "clustertrain.doctor.node_step", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
+    argv += ["--port", str(free_port()), "all-reduce-across", "--device", "cpu"]
+    steps = [
+        subprocess.Popen(argv, env={**os.environ, "SLURM_NODEID": str(n)}, stdout=subprocess.PIPE, text=True)
+        for n in (0, 1)
+    ]
+    try:
+        printed = [step.communicate(timeout=90)[0] for step in steps]
+    finally:
+        for step in steps:
+            step.terminate()
+            step.wait(30)
+    assert [step.returncode for step in steps] == [0, 0]
+    (line,) = [line for text in printed for line in text.splitlines() if line.startswith(MARK)]
+    told: dict[str, Any] = json.loads(line.removeprefix(MARK))
+    assert told["ranks"] == 2 and told["bus_gb_s"] > 0
+
+
+def test_an_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        below: list[psutil.Process] = []
+
+        def ranks_run() -> bool:
+            below[:] = psutil.Process(child.pid).children(recursive=True)
+            # The step, torchrun and its two ranks.
+            return len(below) >= 4
+
+        assert clock.wait_until(ranks_run, 90.0)
+        child.send_signal(signal.SIGINT)
+        _, words = child.communicate(timeout=60)
+    assert child.returncode == 130 and "Traceback" not in words
+    assert psutil.wait_procs(below, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []

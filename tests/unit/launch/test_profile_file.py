@@ -1,0 +1,116 @@
+"""What detect adds to a profile, and what of a person's it leaves alone."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import profile_file
+from clustertrain.launch.findings import Found
+from clustertrain.launch.profile_file import Kept
+from clustertrain.spec import cluster
+from clustertrain.spec.cluster import Measured
+from clustertrain.spec.node import Cpus, Interface, NodeFacts
+
+FOUND = {
+    "partition": Found("gpu", "the default partition"),
+    "gpus_per_node": Found(8, "Gres of 4 of 4 nodes"),
+    "grace_s": Found(20.0, "GraceTime of partition gpu"),
+}
+MEASURED = Measured(
+    gemm_tflops=612.5, gemm_dtype="bf16", node_bus_gb_s=360.0, device="NVIDIA H100", ranks=8, nodes=1, measured_at=1e9
+)
+PERSONS = """\
+# ours
+account = "p1"  # the group's
+grace_s = 60  # agreed with the site
+setup = [
+    "module load cuda",
+]
+
+[env]
+NCCL_DEBUG = "WARN"
+"""
+
+
+def test_a_new_profile_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "clusters" / "big.toml"
+    node = NodeFacts(interfaces=(Interface(name="eth0", addresses=("10.0.0.7/16",)),), cpus=Cpus(sockets=2))
+    merged = profile_file.merge(None, FOUND, {"measured": MEASURED, "node": node}, header=["one", "two"])
+    profile_file.write(path, merged.text)
+    assert merged.written == ("partition", "gpus_per_node", "grace_s", "measured", "node") and merged.kept == ()
+    profile = cluster.load("big", {"CLUSTERTRAIN_CLUSTER_PATH": str(path.parent)})
+    assert profile == cluster.ClusterProfile(
+        partition="gpu", gpus_per_node=8, grace_s=20.0, measured=MEASURED, node=node
+    )
+    assert merged.text.startswith("# one\n# two\n")
+    assert "gpus_per_node = 8 # Gres of 4 of 4 nodes\n" in merged.text
+    assert "fabric_bus_gb_s" not in merged.text  # not measured, and TOML has no null
+
+
+def test_what_a_person_wrote_stays_and_is_told() -> None:
+    merged = profile_file.merge(PERSONS, FOUND, {"measured": None})
+    assert merged.kept == (Kept("grace_s", 60, 20.0),)
+    assert merged.written == ("partition", "gpus_per_node")
+    added = {'partition = "gpu" # the default partition', "gpus_per_node = 8 # Gres of 4 of 4 nodes"}
+    lines = merged.text.splitlines()
+    assert [line for line in lines if line not in added] == PERSONS.splitlines()
+    assert all(lines.index(line) < lines.index("[env]") for line in added)
+
+
+def test_force_takes_what_was_found() -> None:
+    merged = profile_file.merge(PERSONS, FOUND, {}, force=True)
+    assert merged.kept == () and "grace_s" in merged.written
+    assert 'account = "p1"  # the group\'s\ngrace_s = 20.0 # GraceTime of partition gpu\n' in merged.text
+    assert tomllib.loads(merged.text)["setup"] == ["module load cuda"]
+
+
+def test_the_same_again_changes_nothing() -> None:
+    text = profile_file.merge(PERSONS, FOUND, {}, force=True).text
+    again = profile_file.merge(text, {**FOUND, "grace_s": Found(20, "an integer is the same")}, {"measured": None})
+    assert (again.text, again.written, again.kept) == (text, (), ())
+
+
+def test_measured_rates_are_replaced_whole() -> None:
+    old = profile_file.merge(PERSONS, {}, {"measured": MEASURED}).text
+    new = msgspec.structs.replace(MEASURED, gemm_tflops=None, node_bus_gb_s=100.0)
+    profile = profile_file.parsed(profile_file.merge(old, {}, {"measured": new}).text, "x")
+    assert profile.measured == new and profile.env == {"NCCL_DEBUG": "WARN"}
+
+
+def test_a_rate_across_nodes_outlives_a_measurement_on_one_node() -> None:
+    two = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
+    kept = profile_file.carried(two, MEASURED)
+    assert kept == msgspec.structs.replace(MEASURED, fabric_bus_gb_s=45.0, nodes=2)
+    newer = msgspec.structs.replace(MEASURED, fabric_bus_gb_s=40.0, nodes=4)
+    assert profile_file.carried(two, newer) == newer
+    other = msgspec.structs.replace(MEASURED, device="NVIDIA A100")
+    assert profile_file.carried(two, other) == other
+    assert profile_file.carried(None, MEASURED) == MEASURED
+
+
+def test_hostile_words_of_a_site_stay_in_their_comment() -> None:
+    found = {"partition": Found('a"b\n[env]', 'x\ngrace_s = 1\r\n"""')}
+    merged = profile_file.merge(None, found, {}, header=["two\nlines = 1"])
+    assert tomllib.loads(merged.text) == {"partition": 'a"b\n[env]'}
+
+
+def test_a_link_and_permissions_are_kept(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.toml", tmp_path / "link.toml"
+    real.write_text("")
+    real.chmod(0o664)
+    link.symlink_to(real)
+    profile_file.write(link, 'partition = "x"\n')
+    assert link.is_symlink() and real.read_text() == 'partition = "x"\n'
+    assert real.stat().st_mode & 0o777 == 0o664
+
+
+def test_a_profile_that_does_not_read() -> None:
+    with pytest.raises(ConfigError, match="partitoin"):
+        profile_file.parsed('partitoin = "x"', "x")
+    with pytest.raises(ConfigError, match="x: not valid TOML"):
+        profile_file.parsed("partition = [", "x")

@@ -1,0 +1,40 @@
+"""Cluster profiles: what detect and the plan share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec import cluster
+
+
+def load(folder: Path, text: str) -> cluster.ClusterProfile:
+    (folder / "p.toml").write_text(text)
+    return cluster.load("p", {"CLUSTERTRAIN_CLUSTER_PATH": str(folder)})
+
+
+def test_measured_rates_are_read(tmp_path: Path) -> None:
+    profile = load(tmp_path, 'gpus_per_node = 8\n[measured]\ngemm_tflops = 600\ndevice = "NVIDIA H100 80GB HBM3"\n')
+    assert profile.gpus_per_node == 8 and profile.measured is not None
+    assert profile.measured.gemm_tflops == 600.0 and profile.measured.fabric_bus_gb_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpus_per_node = -1", "gpus_per_node = -1"),
+        ("[measured]\nnode_bus_gb_s = 0", "greater than 0"),
+        ("[measured]\ngemm_tflop = 1", "did you mean gemm_tflops"),
+        ('[measured]\ngemm_dtype = "tf32"', "use one of"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, text)
+
+
+def test_the_chosen_profile() -> None:
+    assert cluster.chosen({"CLUSTERTRAIN_CLUSTER": "big"}) == "big"
+    assert cluster.chosen({}) == ""
