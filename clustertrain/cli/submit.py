@@ -241,6 +241,7 @@ def _show(chosen: Plan) -> None:
     for title, rows in (
         ("Warnings", [("", warning) for warning in chosen.warnings]),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
+        ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
         ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
     ):
@@ -259,6 +260,10 @@ def _rows(rows: list[tuple[str, str]]) -> RenderableType:
     for left, right in rows:
         table.add_row(left, right) if left else table.add_row(right)
     return Padding(table, (0, 0, 0, 2))
+
+
+def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
+    return f"{step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
 
 
 def _beside(chosen: Plan) -> str:
@@ -289,6 +294,11 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
         rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+    time = chosen.time
+    if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
+        mfu = f", MFU {time.mfu:.0%}" if time.mfu is not None else ""
+        rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                              f"{time.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
     if chosen.time.bubble_fraction is not None:
         rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
     return rows

@@ -92,7 +92,7 @@ class Choice:
             self.reasons.append(f"does not fit: {peak:.1f} GiB a rank of {self.capacity:g} GiB")
         elif self.capacity and peak > self.limit:
             self.warnings.append(
-                f"tight: {peak:.1f} GiB a rank, more than {self._limit_in_words()}; the estimate is not better than that"
+                f"tight: {peak:.1f} GiB a rank, more than {self._limit_in_words()}; the estimate may be off by as much"
             )
 
     def decide_for_script(self) -> None:

@@ -7,14 +7,21 @@ from collections.abc import Collection
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl, pipeline
+from clustertrain.plan import nccl, pipeline, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
 from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.plan.memory import SAFE_FRACTION, Memory
+from clustertrain.plan.memory import Memory
 from clustertrain.plan.nccl import Setting
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.limits import seconds_of
+
+
+class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    layout: str
+    step_s: float
+    tokens_per_s_per_gpu: float
+    peak_gib: float
 
 
 class Time(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +34,11 @@ class Time(msgspec.Struct, frozen=True, kw_only=True):
     tflops_per_gpu: float | None = None
     mfu: float | None = None
     bubble_fraction: float | None = None
-    comm_s: dict[str, float] | None = None
+    comm_s: dict[str, float] | None = None  # what nothing hides, a step
+    compute_s: float | None = None
+    recompute_s: float | None = None
+    bubble_s: float | None = None
+    optimizer_s: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    way_out: str = ""  # what would make a plan fit that does not
 
 
 def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = ()) -> Plan:
@@ -89,10 +102,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
-        time=Time(
-            flops_per_step=flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None,
-            bubble_fraction=pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum),
-        ),
+        time=_time(spec, choice),
         nccl=nccl.communication(
             device, fabric, names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
@@ -102,7 +112,60 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         reasons=(*choice.reasons, *choice.warnings),
         warnings=tuple(choice.warnings),
         rejected=tuple(choice.rejected),
+        runners_up=runners_up(choice),
+        way_out=choice.way_out,
     )
+
+
+def _time(spec: RunSpec, choice: Choice) -> Time:
+    flops = flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None
+    bubble = pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum)
+    step = choice.step
+    if step is None or flops is None or choice.gpu is None:
+        return Time(flops_per_step=flops, bubble_fraction=bubble)
+    a_gpu = flops / step.step_s / choice.world / 1e12
+    return Time(
+        flops_per_step=flops,
+        step_s=step.step_s,
+        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.world,
+        tflops_per_gpu=a_gpu,
+        mfu=a_gpu / choice.gpu.tflops if choice.gpu.tflops else None,
+        bubble_fraction=bubble,
+        comm_s={
+            "tensor": step.tensor_s,
+            "context": step.context_s,
+            "pipeline": step.pipeline_s,
+            "data": step.data_s,
+        },
+        compute_s=step.compute_s,
+        recompute_s=step.recompute_s,
+        bubble_s=step.bubble_s,
+        optimizer_s=step.optimizer_s,
+    )
+
+
+def runners_up(choice: Choice) -> tuple[RunnerUp, ...]:
+    """The next three layouts by time, each of another kind or degree than those before."""
+    if choice.found is None:
+        return ()
+    tokens = choice.batch.tokens_per_step
+    seen, found = {choice.layout.words()}, []
+    for candidate in choice.found.fitting[1:]:
+        words = candidate.layout.words()
+        if words in seen:
+            continue
+        seen.add(words)
+        found.append(
+            RunnerUp(
+                layout=why_chosen.brief(candidate),
+                step_s=candidate.step_s,
+                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.world,
+                peak_gib=candidate.peak_gib,
+            )
+        )
+        if len(found) == 3:
+            break
+    return tuple(found)
 
 
 def flops_per_step(spec: RunSpec, global_batch: int) -> float:
@@ -124,9 +187,9 @@ def require_fit(chosen: Plan) -> None:
     activations = (memory.activations_gib or 0) + (memory.logits_gib or 0)
     raise ConfigError(
         f"{chosen.layout.words()} on {counted(chosen.world_size, 'rank')} needs {memory.peak_gib:.1f} GiB a rank "
-        f"(model states {model:.1f}, activations {activations:.1f}, overhead {memory.overhead_gib:.1f}), more than "
-        f"{SAFE_FRACTION:.0%} of {memory.capacity_gib:g} GiB",
-        fix=_fix(chosen),
+        f"(model states {model:.1f}, activations {activations:.1f}, overhead {memory.overhead_gib:.1f}), and has "
+        f"{memory.capacity_gib:g}",
+        fix=chosen.way_out or _fix(chosen),
     )
 
 

@@ -243,6 +243,22 @@ class _Search:
             return (wanted,)
         return (True, False) if layout.fully_sharded and run.grad_accum > 1 else (True,)
 
+    def _least(self, candidate: Candidate) -> Candidate:
+        """The same layout with as little memory as recomputation and the smallest micro-batch make it need."""
+        problem, wanted = self.problem, self.problem.wanted
+        layout = msgspec.structs.replace(
+            candidate.layout,
+            activation_checkpointing=wanted.recompute or "full",
+            defer_reduction=self._reductions(candidate.layout, candidate.run)[-1],
+        )
+        share = candidate.run.micro_batch * candidate.run.grad_accum
+        micro = wanted.micro_batch or min(
+            m for m in divisors(share) if not pipeline.why_not(candidate.layout, share // m)
+        )
+        run = dataclasses.replace(candidate.run, micro_batch=micro, grad_accum=share // micro)
+        need = memory.of_rank(problem.model, layout, run, None, problem.stack)
+        return Candidate(layout, run, candidate.step, need)
+
     def _pass(self, layout: Layout, micro: int, accumulate: int) -> Pass:
         problem = self.problem
         return Pass(
@@ -266,7 +282,7 @@ class _Search:
         fits = set(self.fastest)
         return Found(
             fitting=tuple(ranked(list(self.fitting.values()))),
-            smallest=tuple(c for kind, c in self.smallest.items() if kind not in fits),
+            smallest=tuple(self._least(c) for kind, c in self.smallest.items() if kind not in fits),
             considered=self.considered,
         )
 

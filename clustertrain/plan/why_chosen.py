@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
+
+import msgspec
 
 from clustertrain.plan import search
 from clustertrain.plan.layout import counted
@@ -133,7 +136,7 @@ def _least_nodes(problem: Problem, enough: int) -> str:
 def _changes(problem: Problem) -> Iterator[str]:
     """What makes it fit on the same GPUs, the cheapest first."""
     wanted, parallel = problem.wanted, problem.parallel
-    tries = (
+    tries: tuple[tuple[str, dict[str, Any]], ...] = (
         ("leave train.micro_batch to the plan", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
         (
             "parallel.activation_checkpointing = 'full'",
@@ -143,15 +146,9 @@ def _changes(problem: Problem) -> Iterator[str]:
             "leave --layout and the degrees to the plan",
             {"wanted": dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)},
         ),
-        ("parallel.offload = true", {"parallel": _with(parallel, offload=True)}),
+        ("parallel.offload = true", {"parallel": msgspec.structs.replace(parallel, offload=True)}),
         (f"data.seq_len = {problem.seq_len // 2}", {"seq_len": problem.seq_len // 2}),
     )
     for words, change in tries:
-        if search.search(dataclasses.replace(problem, **change)).best:  # type: ignore[arg-type]
+        if search.search(dataclasses.replace(problem, **change)).best:
             yield f"{words} makes it fit on these"
-
-
-def _with(parallel: search.ParallelSpec, **changes: object) -> search.ParallelSpec:
-    import msgspec
-
-    return msgspec.structs.replace(parallel, **changes)
