@@ -296,9 +296,9 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
         rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
-        mfu = f", MFU {time.mfu:.0%}" if time.mfu is not None else ""
+        mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
         rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                              f"{time.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
+                              f"{time.tflops_per_gpu:.3g} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
     if chosen.time.bubble_fraction is not None:
         rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
     return rows

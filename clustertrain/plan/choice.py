@@ -221,7 +221,8 @@ class Choice:
             return
         self.found = found
         self._take_candidate(found.best)
-        self.reasons += why_chosen.chosen(found, self.gpu_name, why)
+        single = found.best.layout.strategy == "single" and (self.world == 1 or self._degrees_given())
+        self.reasons += why_chosen.chosen(found, self.gpu_name, self._why_single() if single else why)
         self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
 
     def _nothing_fits(self, problem: Problem, found: Found, strategy: Strategy | None, why: str) -> None:
@@ -230,6 +231,7 @@ class Choice:
             self._take(self.layout_of(strategy or "ddp"), why or "ddp")
             return
         self._take_candidate(least)
+        self.step = None  # how fast it would be does not matter
         self.reasons.append(f"{why or least.layout.words()}: nothing fits; this needs least")
         self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
         self.way_out = why_chosen.way_out(problem, self.gpu_name)

@@ -200,7 +200,7 @@ class _Search:
             if way.core.seconds > min((1 + SIMPLER) * self.fastest.get(kind, math.inf), hopeless):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
-            if room < self.states.get(where, 0.0):
+            if where in self.states and room < self.states[where]:
                 continue
             layout = msgspec.structs.replace(
                 open_layout, strategy=strategy, dp_replicate=replicate, dp_shard=shard, zero1=strategy == "zero1",
@@ -355,7 +355,7 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
     if data * cp == 1:
         found = [("single", 1, 1)]
     elif data == 1:
-        found = [("fsdp", 1, 1)]  # over the ranks that share a sequence
+        found = [("single", 1, 1), ("fsdp", 1, 1)]  # the latter over the ranks that share a sequence
     else:
         found = [("ddp", data, 1)]
         if wanted.strategy or data * cp <= LARGEST_GROUP:
@@ -364,7 +364,7 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
             found.append(("zero1", data, 1))
         found += [("hybrid-shard", data // s, s) for s in _shard_groups(problem, data, tp * cp)]
     for strategy, replicate, shard in found:
-        if wanted.strategy and strategy not in (wanted.strategy, "single"):
+        if wanted.strategy and strategy != wanted.strategy and not (strategy == "single" and found[1:] == []):
             continue
         if wanted.dp_replicate not in (0, replicate) or wanted.dp_shard not in (0, shard):
             continue

@@ -104,10 +104,12 @@ def core_of(
     tensor *= 1.0 - stack.tp_hidden
     context = _context(model, layout, run, network, tokens)
     blocks = model.layers / pp
-    forward, backward = max(block.forward, block.host), max(block.backward, block.host * c.backward_host)
-    redo = max(again, block.host if again > 0.5 * block.forward else 0.0)
-    if tensor and block.forward < block.host:  # the GPU waits for the CPU anyway, and communicates meanwhile
-        tensor = max(0.0, tensor - (block.host * (1 + c.backward_host) - block.forward - block.backward))
+    # What Python and the launches of a stage take, as if it had a block more: a floor below which no GPU gets it done.
+    host = block.host * (1.0 + (layout.virtual_stages / blocks if pp > 1 else 0.0))
+    forward, backward = max(block.forward, host), max(block.backward, host * c.backward_host)
+    redo = max(again, host if again > 0.5 * block.forward else 0.0)
+    if tensor and block.forward < host:  # the GPU waits for the CPU anyway, and communicates meanwhile
+        tensor = max(0.0, tensor - (host * (1 + c.backward_host) - block.forward - block.backward))
     done = blocks * (forward + backward)
     sends = _sends(model, layout, network, tokens, along) if pp > 1 else 0.0
     one = done + blocks * (redo + tensor + context) + sends

@@ -104,51 +104,51 @@ def excluded(problem: Problem, kind: str) -> str:
 
 
 def way_out(problem: Problem, gpu: str) -> str:
-    """The smallest number of GPUs that would do, and the cheapest change that makes it fit on these."""
-    parts = []
-    free = dataclasses.replace(problem, wanted=dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0))
+    """The cheapest change that makes it fit on these GPUs, and the smallest number of them that would do as it is."""
+    parts = list(_changes(problem))[:1]
     nodes = -(-problem.world // problem.gpus_per_node)
     while nodes * problem.gpus_per_node < LARGEST_CLUSTER:
         nodes *= 2
-        world = nodes * problem.gpus_per_node
-        whole = -(-problem.global_batch // world) * world
-        if search.search(dataclasses.replace(free, world=world, global_batch=whole)).best:
-            parts.append(f"{_least_nodes(free, nodes)} {gpu} would do")
+        if _fits_on(problem, nodes):
+            least = _least_nodes(problem, nodes)
+            parts.append(
+                f"{counted(least, 'node')} of {problem.gpus_per_node} {gpu} ({least * problem.gpus_per_node} GPUs)"
+            )
             break
-    parts += list(_changes(problem))[:1]
-    return "; ".join(parts)
+    return ", or ".join(["use " + parts[0], *parts[1:]]) if parts else "a smaller model or a GPU type with more memory"
 
 
-def _least_nodes(problem: Problem, enough: int) -> str:
-    """Between half of ``enough`` nodes and all of them."""
+def _fits_on(problem: Problem, nodes: int) -> bool:
+    """With the sequences that these GPUs need at least, and no degree that the number of ranks decides."""
+    world = nodes * problem.gpus_per_node
+    wanted = dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0)
+    whole = -(-problem.global_batch // world) * world
+    return search.search(dataclasses.replace(problem, world=world, global_batch=whole, wanted=wanted)).best is not None
+
+
+def _least_nodes(problem: Problem, enough: int) -> int:
+    """Between half of ``enough`` nodes, which do not do, and all of them."""
     low, high = enough // 2, enough
     while high - low > 1:
         middle = (low + high) // 2
-        world = middle * problem.gpus_per_node
-        whole = -(-problem.global_batch // world) * world
-        if search.search(dataclasses.replace(problem, world=world, global_batch=whole)).best:
-            high = middle
-        else:
-            low = middle
-    return f"{counted(high, 'node')} of {problem.gpus_per_node} ({high * problem.gpus_per_node} GPUs) of"
+        low, high = (low, middle) if _fits_on(problem, middle) else (middle, high)
+    return high
 
 
 def _changes(problem: Problem) -> Iterator[str]:
     """What makes it fit on the same GPUs, the cheapest first."""
-    wanted, parallel = problem.wanted, problem.parallel
+    wanted = problem.wanted
+    free = dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)
     tries: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("leave train.micro_batch to the plan", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
+        ("train.micro_batch = 0 (the plan chooses)", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
         (
             "parallel.activation_checkpointing = 'full'",
             {"wanted": dataclasses.replace(wanted, recompute="full")},
         ),
-        (
-            "leave --layout and the degrees to the plan",
-            {"wanted": dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)},
-        ),
-        ("parallel.offload = true", {"parallel": msgspec.structs.replace(parallel, offload=True)}),
+        ("--layout auto and no degrees", {"wanted": free}),
+        ("parallel.offload = true", {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}),
         (f"data.seq_len = {problem.seq_len // 2}", {"seq_len": problem.seq_len // 2}),
     )
     for words, change in tries:
         if search.search(dataclasses.replace(problem, **change)).best:
-            yield f"{words} makes it fit on these"
+            yield words

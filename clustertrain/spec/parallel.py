@@ -8,8 +8,8 @@ import msgspec
 
 from clustertrain.spec.ranges import positive
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
+Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+ActivationCheckpointing = Literal["auto", "none", "selective", "full"]
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
@@ -18,9 +18,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The ``[parallel]`` table. What does not belong to the layout in use has no effect."""
 
     # Memory
-    activation_checkpointing: Literal["auto"] | ActivationCheckpointing = (
-        "auto"  # selective: keep matmuls and attention, redo the rest
-    )
+    activation_checkpointing: ActivationCheckpointing = "auto"  # selective: keep matmuls and attention, redo the rest
     offload: bool = False  # parameters, gradients and optimizer state of a sharded layout live in host memory
     compile: bool = False  # torch.compile, block by block
     # Data parallel
@@ -37,7 +35,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # Context parallel
     context: Literal["all-gather", "ring"] = "all-gather"  # ring: torch's ring attention, GPUs only
     # Pipeline
-    schedule: Literal["auto"] | Schedule = "auto"
+    schedule: Schedule = "auto"
     virtual_stages: int = 0  # stages a rank; 0: chosen
     split: tuple[str, ...] = ()  # names of the modules that begin the stages after the first; (): balanced
 
