@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 
 from clustertrain.plan import batch as batches
-from clustertrain.plan import checks, crossing, kinds, notes, pipeline, search, why_chosen
+from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline, search, why_chosen
 from clustertrain.plan import memory as memories
 from clustertrain.plan import stack as stacks
 from clustertrain.plan.activations import Pass
@@ -367,8 +367,11 @@ class Choice:
         piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
         self.reasons.append(
             f"batch: {batch.global_batch} = micro_batch {batch.micro_batch} ({micro}) x grad_accum "
-            f"{batch.grad_accum}{piped} x {counted(layout.data_parallel, 'data-parallel rank')}{named}"
+            f"{batch.grad_accum}{piped} x {counted(layout.data_parallel, 'data-parallel rank')}"
+            f"{advice.tokens(self.spec.recipe, batch)}{named}"
         )
+        self.reasons.append(advice.of_learning_rate(self.spec.recipe, batch, layout.data_parallel))
+        self.warnings += advice.of_large_batch(self.spec.recipe, batch)
 
     def _explain_layout(self) -> None:
         layout, job, recipe = self.layout, self.spec.job, self.spec.recipe

@@ -137,6 +137,7 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """AdamW; no weight decay on norms, biases and embeddings."""
 
     lr: float = 3e-4
+    lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -147,6 +148,8 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         positive("eps", self.eps)
         for beta in self.betas:
             within("betas", beta, 0.0, 0.999999)
+        if self.lr_batch < 0:
+            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")
 
