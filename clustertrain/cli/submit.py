@@ -217,8 +217,9 @@ def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | No
 
 
 @click.command(cls=TargetCommand, context_settings=_CONTEXT)
+@click.option("--find-micro-batch", is_flag=True, help="Train a few steps here with growing micro-batches.")
 @_job_options
-def plan(**options: Any) -> int:
+def plan(find_micro_batch: bool, **options: Any) -> int:
     """Show what submit would choose and why; submit nothing."""
     as_json = options["as_json"]
     from clustertrain.launch.request import prepare, script_note
@@ -227,6 +228,10 @@ def plan(**options: Any) -> int:
     note = script_note(prepared)
     if note:
         click.echo(f"note: {note}", err=True)
+    if find_micro_batch:
+        from clustertrain.cli.probe import find_micro_batch as find
+
+        return find(prepared, as_json=as_json)
     if as_json:
         print_json(prepared.plan)
         return 0
