@@ -24,7 +24,7 @@ from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit, UsageError
 from clustertrain.launch import code
 from clustertrain.launch.request import Prepared
-from clustertrain.launch.submit import spec_text
+from clustertrain.launch.submit import check_data, spec_text
 from clustertrain.plan import trials
 from clustertrain.plan.choice import ASSUMED_CPU_GIB
 from clustertrain.plan.layout import Batch
@@ -62,12 +62,15 @@ def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: M
         tell: is given a line whenever there is something to say; trials take seconds to minutes each.
 
     Raises:
-        UsageError, ConfigError: before the first trial: a script, no allocation here, a layout that this machine's
-            ranks cannot stand for.
+        UsageError, ConfigError: before the first trial: a script, no allocation here, no data, a layout that this
+            machine's ranks cannot stand for.
     """
     spec, chosen = prepared.spec, prepared.plan
     ranks = _ranks_here(prepared, environ)
     search, words = trials.search(chosen, spec.recipe, ranks)
+    note = check_data(prepared)
+    if note:
+        tell(f"note: {note}")
     found = Found(words)
     tell(f"on {words}")
     with _interruptible():

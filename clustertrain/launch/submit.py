@@ -106,8 +106,22 @@ def check(prepared: Prepared) -> list[str]:
     found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
-    found += [_crowding(prepared), script_note(prepared)]
+    found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
     return [note for note in found if note]
+
+
+def check_data(prepared: Prepared) -> str | None:
+    """A note where the data is not here: on a cluster it may be on the nodes' own disks.
+
+    Raises:
+        ConfigError: this machine would train on it.
+    """
+    path = prepared.spec.recipe.data_path
+    if prepared.spec.script is not None or path is None or path.exists():
+        return None
+    if prepared.backend.name == "local":
+        raise ConfigError(f"data.path = {str(path)!r}: no such file or folder", fix="give one that is there")
+    return f"data.path = {str(path)!r} is not there on this machine; every node of the job must see it"
 
 
 def _check_places(prepared: Prepared) -> str | None:

@@ -6,8 +6,10 @@ import msgspec
 
 from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, crossing, kinds, notes, pipeline
+from clustertrain.plan import counted as counts
 from clustertrain.plan import memory as memories
 from clustertrain.plan.activations import Pass
+from clustertrain.plan.counted import Counted
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, counted, data_degrees
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.spec import hardware
@@ -29,8 +31,10 @@ class Rejected(msgspec.Struct, frozen=True):
 class Choice:
     """One decision in the making."""
 
-    def __init__(self, spec: RunSpec, device: str) -> None:
+    def __init__(self, spec: RunSpec, device: str, own: Counted | None = None) -> None:
+        """``own``: what was counted of a model that the planner itself knows nothing of."""
         self.spec = spec
+        self.own = own
         self.device = device
         self.world = spec.job.nodes * spec.job.gpus
         self.precision = spec.recipe.train.precision
@@ -62,6 +66,7 @@ class Choice:
         self._explain_batch()
         self._explain_layout()
         self.warnings += notes.of_bubble(self.layout, self.batch)
+        self._explain_count()
         peak = self.memory.peak_gib or 0.0
         if self.device == "cuda" and self.gpu is None and peak > self.limit:
             self.warnings.append(f"may not fit: {peak:.1f} GiB a rank, more than {self._limit_in_words()}")
@@ -180,6 +185,8 @@ class Choice:
         )
 
     def _memory(self, layout: Layout, micro_batch: int) -> Memory:
+        if self.own is not None:
+            return counts.memory(self.own, layout, self._pass(layout, micro_batch), self.capacity)
         if self.decoder is None:
             return kinds.states(self.spec.recipe.model, layout, self.capacity)
         return memories.of_rank(self.decoder, layout, self._pass(layout, micro_batch), self.capacity)
@@ -254,6 +261,15 @@ class Choice:
             self.warnings += notes.of_unseen_model(layout, whose)
         self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
         self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
+
+    def _explain_count(self) -> None:
+        if self.own is None:
+            return
+        model = self.spec.recipe.model
+        name = model.entry or f"the {model.kind}"
+        self.reasons.append(counts.words(self.own, name, self.layout, self.batch.micro_batch))
+        warning = counts.warning(self.own, self.memory, self.limit, self.layout)
+        self.warnings += [warning] if warning else []
 
     def _what_fsdp_sends(self, replicas: Layout) -> str:
         # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.
