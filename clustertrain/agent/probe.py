@@ -21,7 +21,7 @@ import msgspec
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import rendezvous, torchrun
 from clustertrain.agent.results import NodeResult, judge, read_ranks
-from clustertrain.errors import ClusterTrainError, EnvironmentNotFit, UsageError
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.launch import code
 from clustertrain.launch.request import Prepared
 from clustertrain.launch.submit import check_data, spec_text
@@ -122,7 +122,8 @@ def _interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
     proc.adopt_orphans()  # the ranks' own parent may be gone before them
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     finally:
@@ -142,7 +143,8 @@ def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str,
     if _of_memory(result, said):
         usable = search.usable(split.micro_batch)
         return Trial(micro_batch=split.micro_batch, outcome="out of memory", usable=usable)
-    raise ClusterTrainError(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
+    error = ConfigError if result.exit_code == EXIT_CONFIG else ClusterTrainError
+    raise error(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
 
 
 def _scratch(prepared: Prepared, search: Search, split: Batch, folder: Path) -> RunDir:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import proc, settings
-from clustertrain.errors import CommandFailed, ConfigError
+from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.launch import code
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.planner import Plan
@@ -18,7 +18,7 @@ from clustertrain.spec.job import RunSpec
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
 
 
-class NotCounted(Exception):
+class NotCounted(ClusterTrainError):
     """It cannot be done on this machine, which says nothing of the recipe."""
 
 
@@ -67,7 +67,7 @@ def _step(chosen: Plan) -> dict[str, object]:
     }
 
 
-def _silent(spec: RunSpec, done: proc.Completed) -> Exception:
+def _silent(spec: RunSpec, done: proc.Completed) -> ClusterTrainError:
     """Of a process that gave no document: it lacks torch or clustertrain, or the user's code has ended it."""
     last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     if "No module named" in last:

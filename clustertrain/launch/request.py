@@ -122,7 +122,7 @@ def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
     try:
         found = counting.count(spec, chosen, prepared.python, prepared.code, request.environ, trace=trace)
     except counting.NotCounted as e:
-        note = f"the model could not be counted here: {e}"
+        note = f"the model could not be counted here: {e.message}"
         chosen = msgspec.structs.replace(
             chosen, reasons=(*chosen.reasons, note), warnings=(*chosen.warnings, note)
         )  # fmt: skip

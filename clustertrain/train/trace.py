@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -93,7 +94,8 @@ def _without_memory(model: nn.Module, cast: torch.dtype | None) -> None:
 
 
 def _alone(recipe: Recipe, asked: Step) -> RankContext:
-    """One rank that computes as the plan's do."""
+    """One rank that computes as the plan's do, but for what a compiler would fuse."""
+    parallel = msgspec.structs.replace(recipe.parallel, compile=False)
     return RankContext(
         rank=0,
         local_rank=0,
@@ -106,7 +108,7 @@ def _alone(recipe: Recipe, asked: Step) -> RankContext:
         run=None,
         attempt=None,
         rank_dir=None,
-        spec=RunSpec(recipe=recipe),
+        spec=RunSpec(recipe=msgspec.structs.replace(recipe, parallel=parallel)),
         batch=None,
     )
 

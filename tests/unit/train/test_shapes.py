@@ -135,7 +135,7 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
         step([tuple(batch)], None, what.loss, 1.0)
     now = passes = peak = 0
-    raw: Any = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    raw: Any = prof.profiler.kineto_results.events()
     for event in sorted((e for e in raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         size = event.nbytes()
         if abs(size) == MARK:
