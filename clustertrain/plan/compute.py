@@ -20,7 +20,6 @@ class Constants:
     wave: float = 0.226  # output elements that a GPU works on at a time, of 4e6: less leaves it partly idle
     depth: float = 51.0  # the inner dimension at which a matmul runs at half its rate
     unaligned: float = 1.65  # cost of dimensions that are no multiple of 64 (NVIDIA's matmul performance guide)
-    flash: float = 0.463  # attention's rate of the matmul rate
     scores: float = 11.5  # bytes moved for one score of plain attention, forward
     traffic: float = 1.0  # of pointwise operations, as counted below
     cast: float = 1.09  # of what 8 and 4 bit formats cast and scale
@@ -140,7 +139,7 @@ def _attention_s(
     five matmuls for two (arXiv 2307.08691, section 4.1)."""
     flops = 4.0 * tokens * seq_len * model.dim / tp
     if not stack.plain_attention:
-        forward = flops / 2 / (r.half * c.flash)
+        forward = flops / 2 / (r.half * stack.flash)
         return forward, 2.5 * forward
     scores = tokens * seq_len * model.heads / tp
     matmuls = flops / r.half * (1.0 + c.depth / (model.dim / model.heads))

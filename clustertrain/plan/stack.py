@@ -53,6 +53,7 @@ class Stack:
     dropout: float = 0.0  # of its usual recipes
     traffic: float = 1.3  # the median of the eager ones that were measured
     host_s: float = 0.6e-3
+    flash: float = 0.6  # the rate of its attention kernel, of its 16-bit matmuls'
     tp_hidden: float = 0.0
     overlaps: bool = True
     fragmentation: float = 0.05  # of the allocator: reserved over allocated
