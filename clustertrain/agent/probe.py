@@ -23,6 +23,7 @@ from clustertrain.agent import rendezvous, torchrun
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.launch import code
+from clustertrain.launch.network import interface_towards
 from clustertrain.launch.request import Prepared
 from clustertrain.launch.submit import check_data, spec_text
 from clustertrain.plan import trials
@@ -210,7 +211,7 @@ def _environment(prepared: Prepared, run: RunDir, environ: Mapping[str, str]) ->
     env[settings.ATTEMPT] = "1"
     env[settings.DEVICE] = prepared.plan.device
     # All ranks are here, whatever interface the plan has found for many nodes.
-    interface = rendezvous.interface_towards(_HERE)
+    interface = interface_towards(_HERE)
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface
     return env
