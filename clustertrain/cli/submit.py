@@ -14,7 +14,7 @@ from clustertrain.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from clustertrain.launch.request import SubmitRequest
+    from clustertrain.launch.request import Count, SubmitRequest
     from clustertrain.plan.planner import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +56,8 @@ _OTHER_OPTIONS = (
     click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value."),
     click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
     click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
+    click.option("--count-model/--no-count-model", default=None, help="Build model.entry first; default: plan only."),
+    click.option("--trace-memory", is_flag=True, help="Also trace a step of it, for the activations."),
     json_option,
     click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
     click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
@@ -90,10 +92,15 @@ def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[s
     return pairs
 
 
-def _request(options: dict[str, Any]) -> SubmitRequest:
+def _request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
+    """``count``: whether a model of the user's own is counted where the options do not say it."""
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.launch.snapshot import LIMIT_MIB
 
+    asked, trace = options.pop("count_model"), options.pop("trace_memory")
+    if trace and asked is False:
+        raise UsageError("--trace-memory traces the model that --no-count-model leaves alone", fix="choose one")
+    wanted: Count = "trace" if trace else "yes" if (count if asked is None else asked) else "no"
     target, args = options.pop("target"), options.pop("args")
     sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
     rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
@@ -105,6 +112,7 @@ def _request(options: dict[str, Any]) -> SubmitRequest:
         assignments=rest["assignments"],
         env=_pairs("--env", rest["env"]),
         snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
+        count=wanted,
         argv=tuple(sys.argv),
     )
 
@@ -217,16 +225,21 @@ def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | No
 
 
 @click.command(cls=TargetCommand, context_settings=_CONTEXT)
+@click.option("--find-micro-batch", is_flag=True, help="Train a few steps here with growing micro-batches.")
 @_job_options
-def plan(**options: Any) -> int:
+def plan(find_micro_batch: bool, **options: Any) -> int:
     """Show what submit would choose and why; submit nothing."""
     as_json = options["as_json"]
     from clustertrain.launch.request import prepare, script_note
 
-    prepared = prepare(_request(options))
+    prepared = prepare(_request(options, count=not find_micro_batch))
     note = script_note(prepared)
     if note:
         click.echo(f"note: {note}", err=True)
+    if find_micro_batch:
+        from clustertrain.cli.probe import find_micro_batch as find
+
+        return find(prepared, as_json=as_json)
     if as_json:
         print_json(prepared.plan)
         return 0
@@ -294,6 +307,9 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
         rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+    elif memory.params_gib is not None:
+        states = f"parameters {memory.params_gib:.2f}, gradients {memory.grads_gib:.2f}"
+        rows.append(("memory", f"{states}, optimizer {memory.optimizer_gib:.2f} GiB a rank; activations not known"))
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
         mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""

@@ -43,7 +43,9 @@ def of_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> str:
             f"optim.lr = {scaled_lr(lr, 2, SQUARE_ROOT):g} (x sqrt(2), arXiv 2205.10287), SGD "
             f"{scaled_lr(lr, 2, LINEAR):g} (x 2, arXiv 1706.02677)"
         )
-    return f"lr {lr:g}: stays as it is on another number of ranks, as the batch does; only micro_batch x grad_accum moves"
+    return (
+        f"lr {lr:g}: stays as it is on another number of ranks, as the batch does; only micro_batch x grad_accum moves"
+    )
 
 
 def of_large_batch(recipe: Recipe, batch: Batch) -> list[str]:

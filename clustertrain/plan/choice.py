@@ -8,9 +8,11 @@ import msgspec
 
 from clustertrain.plan import batch as batches
 from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline, search, why_chosen
+from clustertrain.plan import counted as counts
 from clustertrain.plan import memory as memories
 from clustertrain.plan import stack as stacks
 from clustertrain.plan.activations import Pass
+from clustertrain.plan.counted import Counted
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, counted, data_degrees
 from clustertrain.plan.machine import machine_of
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
@@ -37,8 +39,10 @@ class Rejected(msgspec.Struct, frozen=True):
 class Choice:
     """One decision in the making."""
 
-    def __init__(self, spec: RunSpec, device: str, profile: ClusterProfile) -> None:
+    def __init__(self, spec: RunSpec, device: str, profile: ClusterProfile, own: Counted | None = None) -> None:
+        """``own``: what was counted of a model that the planner itself knows nothing of."""
         self.spec = spec
+        self.own = own
         self.device = device
         self.world = spec.job.nodes * spec.job.gpus
         self.precision = spec.recipe.train.precision
@@ -82,6 +86,7 @@ class Choice:
         self._explain_batch()
         self._explain_layout()
         self.warnings += notes.of_bubble(self.layout, self.batch)
+        self._explain_count()
         self._explain_memory()
 
     def _explain_memory(self) -> None:
@@ -309,6 +314,8 @@ class Choice:
         )
 
     def _memory(self, layout: Layout, micro_batch: int) -> Memory:
+        if self.own is not None:
+            return counts.memory(self.own, layout, self._pass(layout, micro_batch), self.capacity)
         if self.decoder is None:
             return kinds.states(self.spec.recipe.model, layout, self.capacity)
         stack = stacks.compiled(CLUSTERTRAIN) if self.spec.recipe.parallel.compile else CLUSTERTRAIN
@@ -388,6 +395,15 @@ class Choice:
             self.warnings += notes.of_unseen_model(layout, whose)
         self.warnings += checks.of_device(self.precision, recipe.parallel, layout, self.device, self.gpu)
         self.warnings += crossing.warnings(layout, job.nodes, job.gpus, self.device, work)
+
+    def _explain_count(self) -> None:
+        if self.own is None:
+            return
+        model = self.spec.recipe.model
+        name = model.entry or f"the {model.kind}"
+        self.reasons.append(counts.words(self.own, name, self.layout, self.batch.micro_batch))
+        warning = counts.warning(self.own, self.memory, self.limit, self.layout)
+        self.warnings += [warning] if warning else []
 
     def _what_fsdp_sends(self, replicas: Layout) -> str:
         # In a pipeline the parameters stay gathered for the step: one all-gather and one reduce-scatter, an all-reduce.

@@ -9,6 +9,7 @@ import msgspec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import nccl, pipeline, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
+from clustertrain.plan.counted import Counted
 from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.nccl import Setting
@@ -60,17 +61,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    counted: Counted | None = None  # of a model of the user's own, where it was asked for
     rejected: tuple[Rejected, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     way_out: str = ""  # what would make a plan fit that does not
 
 
-def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = ()) -> Plan:
+def plan(
+    spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = (), counted: Counted | None = None
+) -> Plan:
     """Choose how the ranks share the work.
 
     Args:
         device: ``cpu`` or ``cuda``, decided already.
         taken: environment names that the submitting user has set besides ``spec.env``.
+        counted: the user's own model. It changes the estimate of the memory and no choice, so that `submit`, which
+            does not count unless told to, chooses the same.
 
     Raises:
         ConfigError: the degrees do not make the world size, the batch or the model does not divide as they need, or
@@ -79,7 +85,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
     """
     job = spec.job
     names = {*spec.env, *taken}
-    choice = Choice(spec, device, profile)
+    choice = Choice(spec, device, profile, counted)
     if spec.script is None:
         choice.decide()
     else:
@@ -111,6 +117,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*choice.reasons, *choice.warnings),
         warnings=tuple(choice.warnings),
+        counted=counted,
         rejected=tuple(choice.rejected),
         runners_up=runners_up(choice),
         way_out=choice.way_out,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -279,6 +280,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def data_kind(self) -> DataKind:
         """Never auto."""
         return LEARNS_FROM[self.model.kind] if self.data.kind == "auto" else self.data.kind
+
+    @property
+    def data_path(self) -> Path | None:
+        """The file or folder that the data is read from; None: it needs none."""
+        built_in = "shapes" if self.data_kind == "images" else "stdlib"
+        return None if self.data.path in ("", built_in) else Path(self.data.path).expanduser()
 
     @property
     def tokens_per_sample(self) -> int:
