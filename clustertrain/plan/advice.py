@@ -25,37 +25,36 @@ def tokens(recipe: Recipe, batch: Batch) -> str:
     return f", {batch.global_batch} x {each} = {batch.tokens_per_step} tokens a step" if each else ""
 
 
-def of_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> str:
-    """The reason that goes with ``optim.lr``, for the built-in trainer's AdamW."""
+def of_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tuple[list[str], list[str]]:
+    """Reasons and warnings that go with ``optim.lr`` at this batch, for the built-in trainer's AdamW."""
     lr, found_for, whole = recipe.optim.lr, recipe.optim.lr_batch, batch.global_batch
+    if found_for and whole > MOST_SCALED * found_for:
+        return [], [_too_large(found_for, whole)]
     if found_for and found_for != whole:
-        times = whole / found_for
-        return (
-            f"lr {lr:g}: found for a batch of {found_for}, and this one is {times:g} times that; nothing is scaled, "
-            f"optim.lr = {scaled_lr(lr, times, SQUARE_ROOT):g} would be (AdamW: x sqrt({times:g}), arXiv 2205.10287; "
-            f"SGD, linearly, {scaled_lr(lr, times, LINEAR):g}, arXiv 1706.02677)"
-        )
+        times = f"{whole / found_for:.3g}"
+        other = scaled_lr(lr, whole / found_for, SQUARE_ROOT)
+        return [
+            f"lr {lr:g}: found for a batch of {found_for}, and this one is {times} times that. Nothing is scaled: say "
+            f"optim.lr = {other:g} and optim.lr_batch = {whole} to follow it (AdamW: x sqrt({times}), arXiv "
+            f"2205.10287; SGD would take x {times}, arXiv 1706.02677)"
+        ], []
     if not recipe.train.global_batch:
-        ranks = counted(data_parallel, "data-parallel rank")
-        return (
-            f"lr {lr:g}: used at a batch of {whole}, which follows from {ranks} and may be another on more; "
-            f"train.global_batch = {whole} keeps batch and lr on any number. For twice the batch AdamW wants "
-            f"optim.lr = {scaled_lr(lr, 2, SQUARE_ROOT):g} (x sqrt(2), arXiv 2205.10287), SGD "
-            f"{scaled_lr(lr, 2, LINEAR):g} (x 2, arXiv 1706.02677)"
-        )
-    return (
-        f"lr {lr:g}: stays as it is on another number of ranks, as the batch does; only micro_batch x grad_accum moves"
-    )
-
-
-def of_large_batch(recipe: Recipe, batch: Batch) -> list[str]:
-    """Warns where no rule is known to hold."""
-    found_for = recipe.optim.lr_batch
-    if not found_for or batch.global_batch <= MOST_SCALED * found_for:
-        return []
+        twice = f"{scaled_lr(lr, 2, SQUARE_ROOT):g} (x sqrt(2), arXiv 2205.10287), SGD {scaled_lr(lr, 2, LINEAR):g}"
+        return [
+            f"lr {lr:g}: used at a batch of {whole}, which follows from {counted(data_parallel, 'data-parallel rank')} "
+            f"and may be another on more; train.global_batch = {whole} keeps batch and lr on any number. For twice the "
+            f"batch AdamW wants optim.lr = {twice} (x 2, arXiv 1706.02677)"
+        ], []
     return [
-        f"the global batch of {batch.global_batch} is {batch.global_batch / found_for:g} times the {found_for} that "
-        f"optim.lr was found for: past {MOST_SCALED} times a scaled rate lost accuracy (arXiv 1706.02677); use "
-        f"train.global_batch = {MOST_SCALED * found_for} or less, or find lr anew for this batch and name it in "
-        "optim.lr_batch"
-    ]
+        f"lr {lr:g}: stays as it is on another number of ranks, as the batch does; then only micro_batch x grad_accum "
+        "changes"
+    ], []
+
+
+def _too_large(found_for: int, whole: int) -> str:
+    """No rule is known to hold there."""
+    return (
+        f"the global batch of {whole} is {whole / found_for:.3g} times the {found_for} that optim.lr was found for, "
+        f"and past {MOST_SCALED} times a scaled rate lost accuracy (arXiv 1706.02677): use train.global_batch = "
+        f"{MOST_SCALED * found_for} or less, or find lr anew for this batch and say so with optim.lr_batch = {whole}"
+    )

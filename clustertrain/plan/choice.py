@@ -6,8 +6,8 @@ import dataclasses
 
 import msgspec
 
-from clustertrain.plan import batch as batches
 from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline, search, why_chosen
+from clustertrain.plan import batch as batches
 from clustertrain.plan import counted as counts
 from clustertrain.plan import memory as memories
 from clustertrain.plan import stack as stacks
@@ -377,8 +377,9 @@ class Choice:
             f"{batch.grad_accum}{piped} x {counted(layout.data_parallel, 'data-parallel rank')}"
             f"{advice.tokens(self.spec.recipe, batch)}{named}"
         )
-        self.reasons.append(advice.of_learning_rate(self.spec.recipe, batch, layout.data_parallel))
-        self.warnings += advice.of_large_batch(self.spec.recipe, batch)
+        reasons, warnings = advice.of_learning_rate(self.spec.recipe, batch, layout.data_parallel)
+        self.reasons += reasons
+        self.warnings += warnings
 
     def _explain_layout(self) -> None:
         layout, job, recipe = self.layout, self.spec.job, self.spec.recipe

@@ -75,7 +75,7 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    parts = [head, _attempts(seen), *_predicted(prediction, signs), _goodput(seen.goodput, signs)]
+    parts = [head, _attempts(seen), *predicted(prediction, signs), _goodput(seen.goodput, signs)]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
@@ -110,7 +110,7 @@ def _attempts(seen: Look) -> RenderableType:
     return Group(table, *([Text(), *reasons] if reasons else []))
 
 
-def _predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
+def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
     """A row for what was predicted or measured; nothing where that is nothing at all."""
     rows: list[tuple[str, Pair, Callable[[float], str]]] = [
         ("step", found.step_s, brief_time),
