@@ -114,7 +114,7 @@ def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
     """A row for what was predicted or measured; nothing where that is nothing at all."""
     rows: list[tuple[str, Pair, Callable[[float], str]]] = [
         ("step", found.step_s, brief_time),
-        ("tokens/s a GPU", found.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
+        ("tokens/s a rank", found.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
         ("GPU memory in use", found.peak_gib, lambda v: f"{v:.1f} GiB"),
         ("of it by torch", found.allocated_gib, lambda v: f"{v:.1f} GiB"),
     ]

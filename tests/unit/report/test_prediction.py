@@ -128,7 +128,7 @@ def test_the_table(width: int) -> None:
         "The plan and the run (median of 115 steps)",
         "                   predicted  measured  ratio",
         "step                  412 ms    453 ms   1.10",
-        "tokens/s a GPU        39,769    36,154   0.91",
+        "tokens/s a rank       39,769    36,154   0.91",
         "GPU memory in use   61.2 GiB         –      –",
         "of it by torch             –  55.0 GiB      –",
     ]
