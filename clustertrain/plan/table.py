@@ -21,6 +21,7 @@ CONTEXT_GIB = memory.CONTEXT_BYTES / GIB
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CALIBRATES = "sets the factor of its source"
+NEEDED = ("gpu", "seq", "n_gpus")  # every other column may be missing, as its cells may be empty
 COLUMNS = ("pred_tokens_per_s_per_gpu", "pred_tflops_per_gpu", "pred_peak_mem_gib", "pred_fits", "pred_note")
 
 
@@ -36,7 +37,12 @@ class Prediction:
     fits: bool | None = None
     note: str = ""
 
+    def values(self) -> tuple[float | bool | str | None, ...]:
+        """In the order of ``COLUMNS``."""
+        return self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib, self.fits, self.note
+
     def cells(self) -> tuple[str, ...]:
+        """The same as text; an empty cell where there is nothing."""
         numbers = (self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib)
         fits = "" if self.fits is None else "yes" if self.fits else "no"
         return (*("" if n is None else f"{n:.4g}" if n < 1000 else f"{n:.0f}" for n in numbers), fits, self.note)
