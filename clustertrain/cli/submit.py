@@ -1,4 +1,5 @@
-"""``submit`` and ``plan``: options -> SubmitRequest. Thin: what they mean is decided in launch/."""
+"""``submit``, and the options that ``plan`` has too: options -> SubmitRequest. Thin: what they mean is decided in
+launch/."""
 
 from __future__ import annotations
 
@@ -12,10 +13,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from clustertrain.launch.request import Count, SubmitRequest
-    from clustertrain.plan.planner import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -73,10 +71,10 @@ class TargetCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-def _job_options(command: F) -> F:
+def job_options(command: F) -> F:
     for option in reversed((*_JOB_OPTIONS, *_OTHER_OPTIONS)):
         command = option(command)
     return command
@@ -92,7 +90,7 @@ def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[s
     return pairs
 
 
-def _request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
+def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """``count``: whether a model of the user's own is counted where the options do not say it."""
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.launch.snapshot import LIMIT_MIB
@@ -117,7 +115,7 @@ def _request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     )
 
 
-@click.command(cls=TargetCommand, context_settings=_CONTEXT)
+@click.command(cls=TargetCommand, context_settings=CONTEXT)
 @click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
 @click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
 @click.option("--follow", is_flag=True, help="Show progress until the run ends.")
@@ -128,7 +126,7 @@ def _request(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     help="A run for each value; of several keys for each combination.",
 )
 @click.option("--at-once", type=_POSITIVE, metavar="K", help="Runs of a sweep at a time; default: all, locally one.")
-@_job_options
+@job_options
 def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_once: int | None, **options: Any) -> int:
     """Plan, render and submit a training run.
 
@@ -142,7 +140,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
         raise UsageError("--at-once: only a sweep has several runs", fix="give --sweep too, or leave it out")
     if follow and sweep:
         raise UsageError("--follow shows one run, --sweep submits several", fix="use --wait")
-    request = _request(options)
+    request = request_of(options)
     if sweep:
         return (
             _dry_sweep(request, sweep, at_once, as_json) if dry_run else _sweep(request, sweep, at_once, wait, as_json)
@@ -222,99 +220,3 @@ def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | No
         click.echo(line, err=True)
     click.echo(f"{made.script}\n# Run 0:\n\n{first.script}" if made.script else first.script, nl=False)
     return 0
-
-
-@click.command(cls=TargetCommand, context_settings=_CONTEXT)
-@click.option("--find-micro-batch", is_flag=True, help="Train a few steps here with growing micro-batches.")
-@_job_options
-def plan(find_micro_batch: bool, **options: Any) -> int:
-    """Show what submit would choose and why; submit nothing."""
-    as_json = options["as_json"]
-    from clustertrain.launch.request import prepare, script_note
-
-    prepared = prepare(_request(options, count=not find_micro_batch))
-    note = script_note(prepared)
-    if note:
-        click.echo(f"note: {note}", err=True)
-    if find_micro_batch:
-        from clustertrain.cli.probe import find_micro_batch as find
-
-        return find(prepared, as_json=as_json)
-    if as_json:
-        print_json(prepared.plan)
-        return 0
-    _show(prepared.plan)
-    return 0
-
-
-def _show(chosen: Plan) -> None:
-    from clustertrain.report.terminal import emit, make_console
-
-    parts: list[RenderableType] = [_rows(_summary(chosen))]
-    for title, rows in (
-        ("Warnings", [("", warning) for warning in chosen.warnings]),
-        ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
-        ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
-        ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
-        ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
-    ):
-        if rows:
-            parts += [f"\n{title}", _rows(rows)]
-    emit(make_console(), *parts)
-
-
-def _rows(rows: list[tuple[str, str]]) -> RenderableType:
-    from rich.padding import Padding
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    for left, right in rows:
-        table.add_row(left, right) if left else table.add_row(right)
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
-    return f"{step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
-
-
-def _beside(chosen: Plan) -> str:
-    """What of the layout its name does not say."""
-    layout = chosen.layout
-    said = {
-        f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
-        "offload": layout.offload,
-        f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
-    }
-    return ", ".join(words for words, used in said.items() if used)
-
-
-def _summary(chosen: Plan) -> list[tuple[str, str]]:
-    from clustertrain.plan.layout import counted
-
-    layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
-    ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
-    rows = [("layout", f"{layout.words()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
-    if beside := _beside(chosen):
-        rows.append(("with", beside))
-    if layout.model_parallel or layout.strategy == "hybrid-shard":
-        rows.append(("mesh", f"{layout.product()}, neighbours last"))
-    if batch.global_batch:
-        split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
-        rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
-    if memory.peak_gib is not None:
-        capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
-        fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
-        rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
-    elif memory.params_gib is not None:
-        states = f"parameters {memory.params_gib:.2f}, gradients {memory.grads_gib:.2f}"
-        rows.append(("memory", f"{states}, optimizer {memory.optimizer_gib:.2f} GiB a rank; activations not known"))
-    time = chosen.time
-    if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
-        mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
-        rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                              f"{time.tflops_per_gpu:.3g} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
-    if chosen.time.bubble_fraction is not None:
-        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
-    return rows

@@ -14,7 +14,7 @@ from clustertrain.plan import stack as stacks
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, counted, data_degrees
-from clustertrain.plan.machine import machine_of
+from clustertrain.plan.machine import gpu_of, machine_of
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.plan.search import Candidate, Found, Problem, Wanted
 from clustertrain.plan.stack import CLUSTERTRAIN
@@ -46,7 +46,7 @@ class Choice:
         self.device = device
         self.world = spec.job.nodes * spec.job.gpus
         self.precision = spec.recipe.train.precision
-        self.gpu = hardware.find(spec.job.gpu_type) if device == "cuda" else None
+        self.gpu = gpu_of(spec.job.gpu_type, profile) if device == "cuda" else None
         if self.precision == "auto":
             self.precision = "bf16" if device == "cuda" and (self.gpu is None or self.gpu.bf16) else "fp32"
         self.capacity = self.gpu.capacity_gib if self.gpu else None
@@ -70,6 +70,7 @@ class Choice:
     def decide(self) -> None:
         """For the built-in trainer, whose model is known."""
         wanted, why = self._wanted()
+        self._explain_gpu()
         if self.decoder is not None and self.gpu is not None:
             self._by_search(wanted, why)
             self._explain_batch()
@@ -425,3 +426,11 @@ class Choice:
             return f"{share} {self.assumed:g} GiB, assumed for a rank on the CPU)"
         named = f"GPU type {self.spec.job.gpu_type!r}" if self.spec.job.gpu_type else "the GPU type"
         return f"{share} {self.assumed:g} GiB, assumed because {named} is not known; say --gpu-type)"
+
+    def _explain_gpu(self) -> None:
+        if self.device == "cuda" and self.gpu is None and self.spec.job.gpu_type:
+            self.warnings.append(
+                f"GPU type {self.spec.job.gpu_type!r} is not known, so no speed is predicted; known are "
+                f"{', '.join(gpu.name for gpu in hardware.CATALOGUE)}; another goes into the cluster profile, as [gpu] "
+                "with name, memory_gib, tflops, memory_gb_s, link_gb_s and fabric_gb_s"
+            )

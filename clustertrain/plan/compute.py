@@ -11,7 +11,7 @@ from clustertrain.spec.hardware import GpuType
 
 @dataclass(frozen=True)
 class Constants:
-    """Set on one half of the published configurations by ``python -m benchmarks planner --fit``; no source of the other
+    """Set on one half of the published configurations by ``python -m benchmarks.planner_fit``; no source of the other
     half has a say in them."""
 
     # Of the achievable matmul rate, in a training step's heat and power: up to Ampere, Hopper, Blackwell.

@@ -162,6 +162,8 @@ class _Search:
         ways = [way for degrees in _degrees(self.problem) for way in self._ways(*degrees)]
         ways.sort(key=lambda way: way.core.seconds)
         for way in ways:
+            if way.core.seconds > HOPELESS * min(self.fastest.values(), default=math.inf):
+                break
             self._shard(way)
         return self.found()
 
@@ -190,14 +192,13 @@ class _Search:
 
     def _shard(self, way: _Way) -> None:
         """The way with each kind of data parallelism, as far as it could win."""
-        hopeless = HOPELESS * min(self.fastest.values(), default=math.inf)
         open_layout, room = way.layout, self.problem.limit_gib - self._least_gib(way)
         for strategy, replicate, shard in _data_kinds(
             self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
         ):
             self.considered += 1
             kind = _family(open_layout, strategy)
-            if way.core.seconds > min((1 + SIMPLER) * self.fastest.get(kind, math.inf), hopeless):
+            if way.core.seconds > (1 + SIMPLER) * self.fastest.get(kind, math.inf):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
             if where in self.states and room < self.states[where]:
@@ -225,7 +226,8 @@ class _Search:
         for defer in self._reductions(layout, run):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
             step = time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
-            if known is not None and known.step_s <= step.step_s:
+            better = min((1 + SIMPLER) * self.fastest.get(kind, math.inf), known.step_s if known else math.inf)
+            if step.step_s >= better:
                 return
             need = memory.of_rank(problem.model, tried, run, None, problem.stack, self.kept)
             candidate = Candidate(tried, run, step, need)
@@ -246,16 +248,16 @@ class _Search:
     def _least(self, candidate: Candidate) -> Candidate:
         """The same layout with as little memory as recomputation and the smallest micro-batch make it need."""
         problem, wanted = self.problem, self.problem.wanted
-        layout = msgspec.structs.replace(
-            candidate.layout,
-            activation_checkpointing=wanted.recompute or "full",
-            defer_reduction=self._reductions(candidate.layout, candidate.run)[-1],
-        )
         share = candidate.run.micro_batch * candidate.run.grad_accum
         micro = wanted.micro_batch or min(
             m for m in divisors(share) if not pipeline.why_not(candidate.layout, share // m)
         )
         run = dataclasses.replace(candidate.run, micro_batch=micro, grad_accum=share // micro)
+        layout = msgspec.structs.replace(
+            candidate.layout,
+            activation_checkpointing=wanted.recompute or "full",
+            defer_reduction=self._reductions(candidate.layout, run)[-1],
+        )
         need = memory.of_rank(problem.model, layout, run, None, problem.stack)
         return Candidate(layout, run, candidate.step, need)
 
@@ -377,7 +379,5 @@ def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
     """Inside a node, or of whole nodes: other groups would lie across the border of one."""
     node = max(1, problem.gpus_per_node // inner)
     return [
-        s
-        for s in divisors(data)
-        if 1 < s < data and problem.world > problem.gpus_per_node and (s % node == 0 or node % s == 0)
+        s for s in divisors(data) if 1 < s < data and s * inner <= LARGEST_GROUP and (s % node == 0 or node % s == 0)
     ]

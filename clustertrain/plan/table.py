@@ -20,7 +20,9 @@ CONTEXT_GIB = memory.CONTEXT_BYTES / GIB
 # From the least that is redone; what a row does not state takes the first that fits.
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+LONG = 16_384  # tokens: up to here nobody splits sequences
 CALIBRATES = "sets the factor of its source"
+NEEDED = ("gpu", "seq", "n_gpus")  # every other column may be missing, as its cells may be empty
 COLUMNS = ("pred_tokens_per_s_per_gpu", "pred_tflops_per_gpu", "pred_peak_mem_gib", "pred_fits", "pred_note")
 
 
@@ -36,7 +38,12 @@ class Prediction:
     fits: bool | None = None
     note: str = ""
 
+    def values(self) -> tuple[float | bool | str | None, ...]:
+        """In the order of ``COLUMNS``."""
+        return self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib, self.fits, self.note
+
     def cells(self) -> tuple[str, ...]:
+        """The same as text; an empty cell where there is nothing."""
         numbers = (self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib)
         fits = "" if self.fits is None else "yes" if self.fits else "no"
         return (*("" if n is None else f"{n:.4g}" if n < 1000 else f"{n:.0f}" for n in numbers), fits, self.note)
@@ -114,6 +121,11 @@ def of_row(row: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
         fits=device_gib(chosen, peak) <= chosen.capacity_gib,
         note="; ".join(said),
     )
+
+
+def completed(row: Mapping[str, str]) -> Row:
+    """The row with defaults for what it leaves open. Raises ConfigError as :func:`of_row`."""
+    return _filled(rows.read(row), FITTED)[0]
 
 
 def step_of(row: Row, constants: Constants = FITTED) -> Step:
@@ -206,7 +218,11 @@ def _with_layout(row: Row) -> tuple[Row, str]:
         machine=time.Machine(row.network, compute.rates(row.gpu, row.precision)),
         stack=row.stack,
         limit_gib=memory.SAFE_FRACTION * row.capacity_gib,
-        wanted=search.Wanted(micro_batch=row.micro_batch, recompute=row.recompute if row.recompute == "full" else ""),
+        wanted=search.Wanted(
+            micro_batch=row.micro_batch,
+            recompute=row.recompute if row.recompute == "full" else "",
+            cp=1 if row.seq_len <= LONG else 0,
+        ),
     )
     best = search.search(problem).best
     if best is None:

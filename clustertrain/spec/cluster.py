@@ -11,6 +11,7 @@ import msgspec
 
 from clustertrain import settings
 from clustertrain.errors import ConfigError
+from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.job import Device
 from clustertrain.spec.node import NodeFacts
 from clustertrain.spec.ranges import positive
@@ -61,12 +62,16 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
     measured: Measured | None = None
+    # Measured over predicted step time of a run of yours, as ``status`` shows it: scales every prediction.
+    calibration: float = 1.0
+    gpu: GpuType | None = None  # a type that the catalogue lacks; its name is what --gpu-type says
     node: NodeFacts | None = None  # what its nodes are made of; all alike, as far as the settings of NCCL go
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:
             positive("grace_s", self.grace_s)
         positive("signal_lead_s", self.signal_lead_s)
+        positive("calibration", self.calibration)
         if self.gpus_per_node < 0:
             raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
         if self.python and not self.python.startswith("/"):
