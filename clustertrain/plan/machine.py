@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from clustertrain.plan import compute, network
 from clustertrain.plan.time import Machine
-from clustertrain.spec import hardware
+from clustertrain.spec import fabrics, hardware
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.hardware import GpuType
 
@@ -21,9 +21,23 @@ def gpu_of(name: str, profile: ClusterProfile) -> GpuType | None:
     return hardware.find(name)
 
 
+def fabric_of(profile: ClusterProfile, gpus_per_node: int) -> float:
+    """GB/s of one GPU across nodes: of the fabric that the profile names, else of the ports that were seen on a node;
+    0: neither is there."""
+    if profile.fabric:
+        return fabrics.node_gb_s(profile.fabric) / gpus_per_node
+    if profile.node is None:
+        return 0.0
+    ports: list[float] = [
+        p.rate_gbit for p in (*profile.node.hcas, *profile.node.efa) if p.state == "active" and p.rate_gbit
+    ]
+    fastest = [rate for rate in ports if rate == max(ports)]  # slower ones are for storage and management
+    return sum(fastest if profile.node.efa else fastest[:gpus_per_node], start=0.0) / 8 / gpus_per_node
+
+
 def machine_of(gpu: GpuType, gpus_per_node: int, precision: str, profile: ClusterProfile) -> Machine:
     """``precision``: one of the recipe's. A measured matmul rate counts for 16 bit and scales what rests on it."""
-    rates, found = compute.rates(gpu, precision), network.of(gpu, gpus_per_node)
+    rates, found = compute.rates(gpu, precision), network.of(gpu, gpus_per_node, fabric_of(profile, gpus_per_node))
     measured = profile.measured
     if measured is not None and hardware.find(measured.device) is gpu:
         if measured.node_bus_gb_s:

@@ -17,7 +17,7 @@ from clustertrain.plan.activations import Pass
 from clustertrain.plan.decoder import Shape
 from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.stack import Stack
-from clustertrain.spec import hardware
+from clustertrain.spec import fabrics, hardware
 from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.parallel import ParallelSpec
 
@@ -155,7 +155,10 @@ def _gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
 
 
 def fabric_of(text: str, gpu: GpuType) -> float:
-    """GB/s a GPU of the network that the words name for a node: ``4x200Gb``, ``1600 Gbps``; 0: none is named."""
+    """GB/s a GPU of the network that the words name for a node, as ``4x200Gb``, ``1600 Gbps`` or AWS's ``p5``; or 0."""
+    cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
+    if cloud:
+        return fabrics.node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
     several = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", text)
     if several:
         return int(several[1]) * int(several[2]) / 8 / GPUS_PER_NODE
