@@ -17,9 +17,10 @@ PICTURE = measure.ROOT / "docs" / "pictures" / "planner.png"
 BEGIN, END = "<!-- begin: written by python -m benchmarks planner -->", "<!-- end -->"
 
 
-def write(
-    these: Sequence[Case], result: Mapping[str, Any], checked: Sequence[tuple[str, float, str, bool]]
-) -> list[Path]:
+Checked = Sequence[tuple[str, float, str, bool]]  # what, figure, goal, met
+
+
+def write(these: Sequence[Case], result: Mapping[str, Any], checked: Checked) -> list[Path]:
     text = PAGE.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]

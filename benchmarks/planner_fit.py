@@ -1,8 +1,8 @@
 """``python -m benchmarks.planner_fit``: set the time model's constants on the half of the table that does not judge.
 
-Prints them; a person puts them, rounded, into ``plan/compute.py``, ``plan/network.py`` and ``plan/stack.py``. Coordinate
-by coordinate, in steps that shrink, from the values that stand there: every constant is a factor with a meaning, and
-the penalty keeps those that the rows say nothing of where they were.
+Prints them; a person puts them, rounded, into ``plan/compute.py``, ``plan/network.py`` and ``plan/stack.py``.
+Coordinate by coordinate, in steps that shrink, from the values that stand there: every constant is a factor with a
+meaning, and the penalty keeps those that the rows say nothing of where they were.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def fit() -> Constants:
     best, constants, step = loss(measured, before, before), dict(before), FIRST_STEP
     while step > LAST_STEP:
         better = False
-        for name in constants:
+        for name, value in list(constants.items()):
             for factor in (1 + step, 1 / (1 + step)):
-                tried = {**constants, name: _limited(name, constants[name] * factor)}
+                tried = {**constants, name: _limited(name, value * factor)}
                 found = loss(measured, tried, before)
                 if found < best - 1e-5:
                     best, constants, better = found, tried, True
