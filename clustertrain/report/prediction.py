@@ -54,7 +54,7 @@ def of_run(run: RunDir) -> Prediction:
     reads there is nothing to compare with."""
     try:
         planned = msgspec.convert(fsio.read_json(run.plan), _Planned)
-    except msgspec.ValidationError:  # missing, or of another version
+    except (ValueError, msgspec.ValidationError):  # missing, damaged, or of another version
         return Prediction()
     alike, others = measured.by_world_size(run, planned.world_size)
     speed = measured.speed(run, alike)

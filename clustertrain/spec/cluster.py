@@ -60,7 +60,6 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
     cpus_per_gpu: int = 0
     fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (spec/fabrics.py); "": as the GPU type comes
-    )
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}

@@ -101,6 +101,11 @@ def test_a_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> Non
     assert (second["first_step"], second["last_step"]) == (first["last_step"] + 1, STEPS)
     plan = json.loads((Path(preempted["run_dir"]) / "plan.json").read_text())
     assert (plan["device"], plan["precision"]) == (DEVICE, "bf16")
+    beside = preempted["prediction"]
+    assert beside["attempts"] == [1, 2] and beside["steps"] > STEPS - 100
+    # NVML sees what the allocator gives out, and more: its reserve, and the CUDA context.
+    assert 0 < beside["allocated_gib"]["measured"] < beside["peak_gib"]["measured"]
+    assert 0 < beside["allocated_gib"]["predicted"] < beside["peak_gib"]["predicted"]
 
 
 def test_it_ends_with_the_same_bits_as_an_uninterrupted_one(home: Path, preempted: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def test_attempts_on_fewer_ranks_do_not_count(run: RunDir) -> None:
     assert "not counted: attempt 2, on another number of ranks than the plan's" in shown(found)
 
 
-@pytest.mark.parametrize("plan_json", [None, "{}", '{"world_size": "many"}'])
+@pytest.mark.parametrize("plan_json", [None, "{}", "{", '{"world_size": "many"}'])
 def test_without_a_plan_that_reads_there_is_nothing_to_say(run: RunDir, plan_json: str | None) -> None:
     if plan_json is not None:
         run.plan.write_text(plan_json)
