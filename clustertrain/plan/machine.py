@@ -28,9 +28,8 @@ def fabric_of(profile: ClusterProfile, gpus_per_node: int) -> float:
         return fabrics.node_gb_s(profile.fabric) / gpus_per_node
     if profile.node is None:
         return 0.0
-    ports: list[float] = [
-        p.rate_gbit for p in (*profile.node.hcas, *profile.node.efa) if p.state == "active" and p.rate_gbit
-    ]
+    hcas = [port.rate_gbit for port in profile.node.hcas if port.state == "active" and port.rate_gbit]
+    ports = hcas + [port.rate_gbit for port in profile.node.efa if port.state == "active" and port.rate_gbit]
     fastest = [rate for rate in ports if rate == max(ports)]  # slower ones are for storage and management
     return sum(fastest if profile.node.efa else fastest[:gpus_per_node], start=0.0) / 8 / gpus_per_node
 
