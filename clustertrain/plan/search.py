@@ -326,7 +326,9 @@ def tensor_excluded(model: Decoder, tp: int) -> str:
 
 
 def _tensor_degrees(problem: Problem) -> list[int]:
-    """Inside a node only: the activations of every layer travel."""
+    """Inside a node only: the activations of every layer travel. The trainer does not split 8-bit layers."""
+    if problem.compute == "fp8":
+        return [1]
     along = problem.parallel.sequence_parallel
     return [
         tp

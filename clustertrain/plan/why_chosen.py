@@ -94,6 +94,8 @@ def _slower(other: Candidate, found: Found) -> str:
 def excluded(problem: Problem, kind: str) -> str:
     """Which size excludes a family altogether; empty where the user has."""
     wanted = problem.wanted
+    if kind == "tensor parallel" and problem.compute == "fp8":
+        return "8-bit layers are not split over ranks"
     if kind == "tensor parallel" and not wanted.tp:
         for tp in (2, 4, 8):
             if problem.gpus_per_node % tp == 0 and (why := tensor_excluded(problem.model, tp)):
