@@ -70,6 +70,8 @@ class Choice:
             self._by_search(wanted, why)
             self._explain_batch()
             self._explain_layout()
+            if self.pp > 1:  # a pipeline that the search has taken by itself is worth its bubble
+                self.warnings += notes.of_bubble(self.layout, self.batch)
             self._explain_memory()
             return
         if wanted is None and self.decoder is None:

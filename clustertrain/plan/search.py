@@ -154,7 +154,7 @@ class _Search:
         self.fastest: dict[str, float] = {}  # of each family, seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
         self.smallest: dict[str, Candidate] = {}
-        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, without activations
+        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
         self.considered = 0
 
     def run(self) -> Found:
@@ -211,12 +211,21 @@ class _Search:
             self._take(way, layout, kind, where)
 
     def _least_gib(self, way: _Way) -> float:
-        """Of activations and logits, which no way to shard parameters makes less; of a pipeline the logits alone."""
+        """Of activations and logits, which no way to shard parameters makes less. Of a pipeline nothing: the stage that
+        holds most parameters need not be the one with the logits."""
+        if way.layout.pp > 1:
+            return 0.0
         run, of = dataclasses.replace(way.run, autocast=False), self.problem
         kept = logits_bytes(of.model, run, way.layout, of.stack)
-        if way.layout.pp == 1:
-            kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
+        kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
         return kept / memory.GIB
+
+    def _least_states(self, layout: Layout, run: Pass) -> float:
+        """GiB of parameters, gradients and optimizer state, without what depends on recomputation and micro-batches:
+        casts of the weights, whole gradients between micro-batches."""
+        once = dataclasses.replace(run, autocast=False, grad_accum=1)
+        need = memory.of_rank(self.problem.model, layout, once, None, self.problem.stack)
+        return sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
 
     def _take(self, way: _Way, layout: Layout, kind: str, where: tuple[object, ...]) -> None:
         """Keep the fastest that fits; memory is dearer to count than time, so it is asked for last."""
@@ -233,7 +242,8 @@ class _Search:
                 self.fitting[where] = candidate
                 self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
                 return
-        self.states[where] = sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
+        if where not in self.states:
+            self.states[where] = self._least_states(layout, run)
         if kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
             self.smallest[kind] = candidate
 
