@@ -93,11 +93,13 @@ class Candidate:
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """``fitting``: one candidate a layout (its fastest micro-batch and recomputation), the best first; ``smallest``: of
-    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at."""
+    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at, and ``tried``
+    their families."""
 
     fitting: tuple[Candidate, ...]
     smallest: tuple[Candidate, ...]
     considered: int
+    tried: frozenset[str]
 
     @property
     def best(self) -> Candidate | None:
@@ -156,6 +158,7 @@ class _Search:
         self.smallest: dict[str, Candidate] = {}
         self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
         self.considered = 0
+        self.tried: set[str] = set()
 
     def run(self) -> Found:
         """From the ways that are fast at best: the rest is mostly told from its best alone."""
@@ -197,6 +200,7 @@ class _Search:
         ):
             self.considered += 1
             kind = _family(open_layout, strategy)
+            self.tried.add(kind)
             if way.core.seconds > min((1 + SIMPLER) * self.fastest.get(kind, math.inf), hopeless):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
@@ -256,16 +260,16 @@ class _Search:
     def _least(self, candidate: Candidate) -> Candidate:
         """The same layout with as little memory as recomputation and the smallest micro-batch make it need."""
         problem, wanted = self.problem, self.problem.wanted
-        layout = msgspec.structs.replace(
-            candidate.layout,
-            activation_checkpointing=wanted.recompute or "full",
-            defer_reduction=self._reductions(candidate.layout, candidate.run)[-1],
-        )
         share = candidate.run.micro_batch * candidate.run.grad_accum
         micro = wanted.micro_batch or min(
             m for m in divisors(share) if not pipeline.why_not(candidate.layout, share // m)
         )
         run = dataclasses.replace(candidate.run, micro_batch=micro, grad_accum=share // micro)
+        layout = msgspec.structs.replace(
+            candidate.layout,
+            activation_checkpointing=wanted.recompute or "full",
+            defer_reduction=self._reductions(candidate.layout, run)[-1],
+        )
         need = memory.of_rank(problem.model, layout, run, None, problem.stack)
         return Candidate(layout, run, candidate.step, need)
 
@@ -294,6 +298,7 @@ class _Search:
             fitting=tuple(ranked(list(self.fitting.values()))),
             smallest=tuple(self._least(c) for kind, c in self.smallest.items() if kind not in fits),
             considered=self.considered,
+            tried=frozenset(self.tried),
         )
 
 
@@ -372,7 +377,8 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
             found += [("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
         if tp * cp * pp == 1:
             found.append(("zero1", data, 1))
-        found += [("hybrid-shard", data // s, s) for s in _shard_groups(problem, data, tp * cp)]
+        groups = _shard_groups(problem, data, tp * cp)
+        found += [("hybrid-shard", data // s, s) for s in groups if wanted.strategy or s * cp <= LARGEST_GROUP]
     for strategy, replicate, shard in found:
         if wanted.strategy and strategy != wanted.strategy and not (strategy == "single" and found[1:] == []):
             continue
