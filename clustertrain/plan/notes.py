@@ -54,7 +54,7 @@ def of_unseen_model(layout: Layout, whose: str) -> list[str]:
 
 
 def of_bubble(layout: Layout, batch: Batch, *, fastest: bool = False) -> list[str]:
-    """Where a pipeline has too few micro-batches to be well filled. 
+    """Where a pipeline has too few micro-batches to be well filled.
     ``fastest``: smaller ones are slower, as a search has found."""
     micro_batches, enough = batch.grad_accum, pipeline.enough(layout)
     if layout.pp == 1 or micro_batches >= enough:
