@@ -155,7 +155,7 @@ class _Search:
         self.kept: memory.Kept = {}
         self.fastest: dict[str, float] = {}  # of each family, seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
-        self.smallest: dict[str, Candidate] = {}
+        self.missed: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
         self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
         self.considered = 0
         self.tried: set[str] = set()
@@ -248,8 +248,7 @@ class _Search:
                 return
         if where not in self.states:
             self.states[where] = self._least_states(layout, run)
-        if kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
-            self.smallest[kind] = candidate
+            self.missed[where] = candidate
 
     def _reductions(self, layout: Layout, run: Pass) -> tuple[bool, ...]:
         wanted = self.problem.parallel.defer_reduction
@@ -293,10 +292,13 @@ class _Search:
         return self.work[key]
 
     def found(self) -> Found:
-        fits = set(self.fastest)
+        least = [self._least(c) for c in self.missed.values() if c.family not in self.fastest]
+        smallest: dict[str, Candidate] = {}
+        for c in sorted(least, key=lambda c: c.peak_gib):
+            smallest.setdefault(c.family, c)
         return Found(
             fitting=tuple(ranked(list(self.fitting.values()))),
-            smallest=tuple(self._least(c) for kind, c in self.smallest.items() if kind not in fits),
+            smallest=tuple(smallest.values()),
             considered=self.considered,
             tried=frozenset(self.tried),
         )
