@@ -75,6 +75,9 @@ class Choice:
             self._by_search(wanted, why)
             self._explain_batch()
             self._explain_layout()
+            if self.pp > 1:  # a pipeline that the search has taken by itself is worth its bubble
+                fastest = not self.spec.recipe.train.micro_batch
+                self.warnings += notes.of_bubble(self.layout, self.batch, fastest=fastest)
             self._explain_memory()
             return
         if wanted is None and self.decoder is None:
@@ -230,6 +233,7 @@ class Choice:
         single = found.best.layout.strategy == "single" and (self.world == 1 or self._degrees_given())
         self.reasons += why_chosen.chosen(found, self.gpu_name, self._why_single() if single else why)
         self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
+        self.warnings += why_chosen.narrowed(problem, found.best)
 
     def _nothing_fits(self, problem: Problem, found: Found, strategy: Strategy | None, why: str) -> None:
         least = min(found.smallest, key=lambda c: c.peak_gib, default=None)

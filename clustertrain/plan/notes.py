@@ -53,14 +53,15 @@ def of_unseen_model(layout: Layout, whose: str) -> list[str]:
     return [f"{whose} is not seen before the run starts, and is refused then if it lacks {' or '.join(needs)}"]
 
 
-def of_bubble(layout: Layout, batch: Batch) -> list[str]:
-    """Where a pipeline has too few micro-batches to be well filled."""
+def of_bubble(layout: Layout, batch: Batch, *, fastest: bool = False) -> list[str]:
+    """Where a pipeline has too few micro-batches to be well filled.
+    ``fastest``: smaller ones are slower, as a search has found."""
     micro_batches, enough = batch.grad_accum, pipeline.enough(layout)
     if layout.pp == 1 or micro_batches >= enough:
         return []
     idle, then = pipeline.bubble_fraction(layout, micro_batches), pipeline.bubble_fraction(layout, enough)
     cost = "leave a bubble" if idle is None else f"leave a bubble of {idle:.0%} of the step"
-    smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 else ""
+    smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 and not fastest else ""
     return [
         f"{counted(micro_batches, 'micro-batch')} on a pipeline of {layout.pp} ranks {cost}; {enough} or more would "
         f"leave {then or 0:.0%}: a larger train.global_batch{smaller}"

@@ -93,11 +93,13 @@ class Candidate:
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """``fitting``: one candidate a layout (its fastest micro-batch and recomputation), the best first; ``smallest``: of
-    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at."""
+    each family that fits nowhere the candidate that needs least; ``considered``: combinations looked at, and ``tried``
+    their families."""
 
     fitting: tuple[Candidate, ...]
     smallest: tuple[Candidate, ...]
     considered: int
+    tried: frozenset[str]
 
     @property
     def best(self) -> Candidate | None:
@@ -153,9 +155,10 @@ class _Search:
         self.kept: memory.Kept = {}
         self.fastest: dict[str, float] = {}  # of each family, seconds
         self.fitting: dict[tuple[object, ...], Candidate] = {}
-        self.smallest: dict[str, Candidate] = {}
-        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, without activations
+        self.missed: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
+        self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
         self.considered = 0
+        self.tried: set[str] = set()
 
     def run(self) -> Found:
         """From the ways that are fast at best: the rest is mostly told from its best alone."""
@@ -198,6 +201,7 @@ class _Search:
         ):
             self.considered += 1
             kind = _family(open_layout, strategy)
+            self.tried.add(kind)
             if way.core.seconds > (1 + SIMPLER) * self.fastest.get(kind, math.inf):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
@@ -212,12 +216,21 @@ class _Search:
             self._take(way, layout, kind, where)
 
     def _least_gib(self, way: _Way) -> float:
-        """Of activations and logits, which no way to shard parameters makes less; of a pipeline the logits alone."""
+        """Of activations and logits, which no way to shard parameters makes less. Of a pipeline nothing: the stage that
+        holds most parameters need not be the one with the logits."""
+        if way.layout.pp > 1:
+            return 0.0
         run, of = dataclasses.replace(way.run, autocast=False), self.problem
         kept = logits_bytes(of.model, run, way.layout, of.stack)
-        if way.layout.pp == 1:
-            kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
+        kept += activation_bytes(of.model, run, way.layout, stack=of.stack)
         return kept / memory.GIB
+
+    def _least_states(self, layout: Layout, run: Pass) -> float:
+        """GiB of parameters, gradients and optimizer state, without what depends on recomputation and micro-batches:
+        casts of the weights, whole gradients between micro-batches."""
+        once = dataclasses.replace(run, autocast=False, grad_accum=1)
+        need = memory.of_rank(self.problem.model, layout, once, None, self.problem.stack)
+        return sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
 
     def _take(self, way: _Way, layout: Layout, kind: str, where: tuple[object, ...]) -> None:
         """Keep the fastest that fits; memory is dearer to count than time, so it is asked for last."""
@@ -235,9 +248,9 @@ class _Search:
                 self.fitting[where] = candidate
                 self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
                 return
-        self.states[where] = sum(part or 0.0 for part in (need.params_gib, need.grads_gib, need.optimizer_gib))
-        if kind not in self.smallest or candidate.peak_gib < self.smallest[kind].peak_gib:
-            self.smallest[kind] = candidate
+        if where not in self.states:
+            self.states[where] = self._least_states(layout, run)
+            self.missed[where] = candidate
 
     def _reductions(self, layout: Layout, run: Pass) -> tuple[bool, ...]:
         wanted = self.problem.parallel.defer_reduction
@@ -281,11 +294,15 @@ class _Search:
         return self.work[key]
 
     def found(self) -> Found:
-        fits = set(self.fastest)
+        least = [self._least(c) for c in self.missed.values() if c.family not in self.fastest]
+        smallest: dict[str, Candidate] = {}
+        for c in sorted(least, key=lambda c: c.peak_gib):
+            smallest.setdefault(c.family, c)
         return Found(
             fitting=tuple(ranked(list(self.fitting.values()))),
-            smallest=tuple(self._least(c) for kind, c in self.smallest.items() if kind not in fits),
+            smallest=tuple(smallest.values()),
             considered=self.considered,
+            tried=frozenset(self.tried),
         )
 
 
@@ -366,7 +383,8 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
             found += [("fsdp", 1, data), ("fsdp-grad-op", 1, data)]
         if tp * cp * pp == 1:
             found.append(("zero1", data, 1))
-        found += [("hybrid-shard", data // s, s) for s in _shard_groups(problem, data, tp * cp)]
+        groups = _shard_groups(problem, data, tp * cp)
+        found += [("hybrid-shard", data // s, s) for s in groups if wanted.strategy or s * cp <= LARGEST_GROUP]
     for strategy, replicate, shard in found:
         if wanted.strategy and strategy != wanted.strategy and not (strategy == "single" and found[1:] == []):
             continue

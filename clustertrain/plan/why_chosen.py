@@ -9,8 +9,19 @@ from typing import Any
 import msgspec
 
 from clustertrain.plan import search
+from clustertrain.plan.batch import nearest
 from clustertrain.plan.layout import counted
-from clustertrain.plan.search import FAMILIES, SIMPLER, Candidate, Found, Problem, family, tensor_excluded
+from clustertrain.plan.search import (
+    FAMILIES,
+    HOPELESS,
+    LARGEST_GROUP,
+    SIMPLER,
+    Candidate,
+    Found,
+    Problem,
+    family,
+    tensor_excluded,
+)
 
 LARGEST_CLUSTER = 65_536  # GPUs, where the search for a number that fits ends
 
@@ -76,10 +87,23 @@ def rejected(problem: Problem, found: Found) -> Iterator[tuple[str, str]]:
             yield kind, _slower(min(fits, key=lambda c: c.step_s), found)
             continue
         small = next((c for c in found.smallest if c.family == kind), None)
-        if small is not None:
+        if small is not None and small.peak_gib > problem.limit_gib:
             yield kind, f"{brief(small)} needs {small.peak_gib:.1f} GiB a rank, more than {problem.limit_gib:.1f} GiB"
+        elif kind in found.tried:
+            yield kind, f"nothing of it that fits takes less than {HOPELESS:g} times as long as the fastest"
         elif why := excluded(problem, kind):
             yield kind, why
+
+
+def narrowed(problem: Problem, best: Candidate) -> list[str]:
+    """A warning where nothing but an odd global batch has kept a layout from being data-parallel alone."""
+    wanted, world, whole = problem.wanted, problem.world, problem.global_batch
+    if wanted.strategy or wanted.tp or whole <= world or not whole % world or not best.layout.model_parallel:
+        return []
+    return [
+        f"{excluded(problem, 'ddp')}; so only layouts were looked at that split the model, too, and a global batch of "
+        f"{nearest(whole, world)} may be faster"
+    ]
 
 
 def _slower(other: Candidate, found: Found) -> str:
@@ -93,16 +117,42 @@ def _slower(other: Candidate, found: Found) -> str:
 
 def excluded(problem: Problem, kind: str) -> str:
     """Which size excludes a family altogether; empty where the user has."""
-    wanted = problem.wanted
-    if kind == "tensor parallel" and problem.compute == "fp8":
+    wanted, world, whole = problem.wanted, problem.world, problem.global_batch
+    if wanted.strategy or max(wanted.tp, wanted.cp, wanted.pp) > 1:
+        return ""
+    if kind in ("tensor parallel", "context parallel", "pipeline"):
+        if wanted.tp:  # as the others, --tp 1 for one
+            return ""
+        why = ""
+        if kind != "pipeline":
+            why = _no_tensor(problem) if kind == "tensor parallel" else _no_context(problem)
+        return why or f"no degree of it leaves data-parallel ranks that divide train.global_batch = {whole}"
+    if whole % world:
+        return f"train.global_batch = {whole} does not divide over {world} ranks: {whole} / {world} = {whole / world:g}"
+    if kind == "hybrid-shard":
+        if world <= problem.gpus_per_node:
+            return f"one node of {problem.gpus_per_node} has nothing to replicate across"
+        return f"no group of ranks inside a node of {problem.gpus_per_node}, or of whole nodes, divides {world}"
+    return f"{world} ranks would share parameters, and no published run that went well has more than {LARGEST_GROUP}"
+
+
+def _no_tensor(problem: Problem) -> str:
+    if problem.compute == "fp8":
         return "8-bit layers are not split over ranks"
-    if kind == "tensor parallel" and not wanted.tp:
-        for tp in (2, 4, 8):
-            if problem.gpus_per_node % tp == 0 and (why := tensor_excluded(problem.model, tp)):
-                return f"tp {tp} does not divide {why}"
-    if kind == "context parallel" and not wanted.cp and problem.seq_len % 2:
-        return f"cp 2 does not divide seq_len {problem.seq_len}"
+    if problem.gpus_per_node == 1:
+        return "tp stays inside a node, and these have 1 GPU"
+    for tp in (n for n in range(2, problem.gpus_per_node + 1) if problem.gpus_per_node % n == 0):
+        if why := tensor_excluded(problem.model, tp):
+            return f"tp {tp} does not divide {why}"
+        if problem.parallel.sequence_parallel and problem.seq_len % tp:
+            return f"tp {tp} with sequence parallel does not divide seq_len {problem.seq_len}"
     return ""
+
+
+def _no_context(problem: Problem) -> str:
+    if problem.seq_len % 2:
+        return f"cp 2 does not divide seq_len {problem.seq_len}"
+    return f"cp 2 does not divide {problem.world} ranks" if problem.world % 2 else ""
 
 
 def way_out(problem: Problem, gpu: str) -> str:
@@ -152,5 +202,6 @@ def _changes(problem: Problem) -> Iterator[str]:
         (f"data.seq_len = {problem.seq_len // 2}", {"seq_len": problem.seq_len // 2}),
     )
     for words, change in tries:
-        if search.search(dataclasses.replace(problem, **change)).best:
+        changed = dataclasses.replace(problem, **change)
+        if changed != problem and search.search(changed).best:
             yield words

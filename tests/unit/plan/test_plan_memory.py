@@ -80,12 +80,12 @@ def test_dropout_costs_memory_and_logits_are_counted_in_fp32_too() -> None:
     assert logits_bytes(ModelSpec(vocab_size=1000), Pass(10, 1, compute="bf16")) == 10 * 1000 * 14
 
 
-def test_the_peak_is_the_sum_of_its_parts_and_fits_means_80_percent() -> None:
+def test_the_peak_is_the_sum_of_its_parts_and_fits_means_that_it_is_there() -> None:
     memory = rank(Layout(strategy="fsdp", dp_shard=8))
     parts = ("params_gib", "grads_gib", "optimizer_gib", "activations_gib", "logits_gib", "overhead_gib")
     assert memory.peak_gib == pytest.approx(sum(getattr(memory, p) for p in parts))
-    assert rank(Layout(strategy="fsdp", dp_shard=8), capacity_gib=(memory.peak_gib or 0) / 0.79).fits is True
-    assert rank(Layout(strategy="fsdp", dp_shard=8), capacity_gib=(memory.peak_gib or 0) / 0.81).fits is False
+    assert rank(Layout(strategy="fsdp", dp_shard=8), capacity_gib=(memory.peak_gib or 0) * 1.01).fits is True
+    assert rank(Layout(strategy="fsdp", dp_shard=8), capacity_gib=(memory.peak_gib or 0) / 1.01).fits is False
 
 
 def test_nothing_is_claimed_of_an_unknown_gpu_and_the_cpu_has_no_context() -> None:
@@ -193,8 +193,9 @@ def test_offload_leaves_what_is_gathered_on_the_device() -> None:
 
 def test_gradients_that_are_reduced_each_time_are_not_kept_whole() -> None:
     layout = Layout(strategy="fsdp", dp_shard=8)
-    each = rank(layout, grad_accum=4, parallel=ParallelSpec(defer_reduction=False))
+    each = rank(Layout(strategy="fsdp", dp_shard=8, defer_reduction=False), grad_accum=4)
     assert each.grads_gib == rank(layout).grads_gib
+    assert (each.grads_gib or 0) < (rank(layout, grad_accum=4).grads_gib or 0) / 4
 
 
 def test_half_precisions_compute_in_two_bytes() -> None:

@@ -71,16 +71,26 @@ def test_what_a_model_must_have_that_nothing_here_has_seen() -> None:
 
 
 def test_a_pipeline_that_is_not_well_filled() -> None:
-    made = planned({"pp": 4, "gpu_type": "h100"}, batch=32)
+    made = planned({"pp": 4}, batch=32)
     assert made.time.bubble_fraction == pytest.approx(3 / 11)
     (note,) = made.warnings
     assert "8 micro-batches on a pipeline of 4 ranks leave a bubble of 27% of the step" in note
     assert "16 or more would leave 16%: a larger train.global_batch" in note and "smaller" not in note
-    filled = planned({"pp": 4, "gpu_type": "h100"})
+    filled = planned({"pp": 4})
     assert filled.warnings == () and filled.time.bubble_fraction == pytest.approx(3 / 19)
     (note,) = notes.of_bubble(Layout(pp=2, schedule="zbv", virtual_stages=2), Batch(micro_batch=4))
     assert note.startswith("1 micro-batch on") and "leave a bubble; 8 or more would leave 0%" in note
     assert note.endswith("or a smaller train.micro_batch")
+
+
+def test_a_bubble_is_said_of_a_pipeline_that_was_asked_for_and_not_of_one_that_won() -> None:
+    asked = planned({"pp": 4, "gpu_type": "h100"}, batch=16)
+    (note,) = asked.warnings
+    assert "on a pipeline of 4 ranks leave a bubble" in note and "smaller train.micro_batch" not in note
+    large = ModelSpec(vocab_size=32000, dim=16384, layers=64, heads=128, kv_heads=8)
+    won = planned({"nodes": 32, "gpu_type": "a100"}, model=large, batch=32)
+    assert won.layout.pp > 1 and won.batch.grad_accum < 4 * won.layout.pp
+    assert not any("bubble" in note for note in won.warnings)
 
 
 def test_a_layout_that_an_unknown_gpu_may_not_hold() -> None:

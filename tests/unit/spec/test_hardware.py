@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from clustertrain.spec import hardware
@@ -59,3 +61,21 @@ def test_which_types_multiply_in_fp8(name: str, fp8: bool) -> None:
 def test_bf16_begins_with_ampere() -> None:
     without = {gpu.name for gpu in hardware.CATALOGUE if not gpu.bf16}
     assert without == {"p100", "v100", "v100-32gb", "t4", "rtx-2080-ti", "rtx-6000", "rtx-8000"}
+
+
+def test_every_type_has_rates_that_a_prediction_can_divide_by() -> None:
+    for gpu in hardware.CATALOGUE:
+        assert min(gpu.tflops, gpu.memory_gb_s, gpu.fabric_gb_s, gpu.power) > 0, gpu.name
+        assert gpu.link_gb_s >= 0 and gpu.power <= 1, gpu.name
+        # Fewer bits are faster, and the links of a node faster than a GPU's share of the network.
+        assert not gpu.fp8_tflops or gpu.fp8_tflops > gpu.tflops, gpu.name
+        assert not gpu.fp4_tflops or gpu.fp4_tflops > gpu.fp8_tflops, gpu.name
+        assert not gpu.link_gb_s or gpu.link_gb_s > gpu.fabric_gb_s, gpu.name
+
+
+def test_each_generation_of_data_centre_gpus_is_faster_than_the_last() -> None:
+    found = [hardware.find(name) for name in ("v100", "a100-80gb", "h100", "b200")]
+    for older, newer in pairwise(found):
+        assert older is not None and newer is not None
+        assert newer.tflops > older.tflops and newer.memory_gb_s > older.memory_gb_s
+        assert newer.link_gb_s > older.link_gb_s and newer.memory_gib >= older.memory_gib

@@ -34,7 +34,7 @@ def test_stages_a_rank(values: dict[str, Any], stages: int) -> None:
 def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> None:
     with pytest.raises(ConfigError) as e:
         table(schedule="zb")
-    assert e.value.fix == "use one of zbv, 1f1b, zero-bubble, gpipe, interleaved"
+    assert e.value.fix == "use one of zbv, 1f1b, zero-bubble, auto, gpipe, interleaved"
     with pytest.raises(ConfigError, match=r"(?s)train.precision.*use one of bf16, fp16,"):
         build({"train": {"precision": "bfloat16"}}, Recipe, "recipe.toml")
     with pytest.raises(ConfigError, match=r"change train.steps = 'many'"):

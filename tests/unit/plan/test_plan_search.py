@@ -1,0 +1,164 @@
+"""The search: what it may return, what it must not lose, and what it prefers."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from clustertrain.plan import pipeline
+from clustertrain.plan.search import HOPELESS, RECOMPUTES, SIMPLER, Candidate, Problem, kinds, search
+from clustertrain.plan.time import of_step
+from clustertrain.spec.recipe import ModelSpec
+from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, every, problem
+
+TINY = ModelSpec()
+
+
+def fastest(candidates: list[Candidate]) -> dict[str, float]:
+    """Of each family, seconds."""
+    found: dict[str, float] = {}
+    for c in candidates:
+        found[c.family] = min(c.step_s, found.get(c.family, c.step_s))
+    return found
+
+
+# Small enough to look at every answer: 1500 to 4000 of them.
+SMALL: dict[str, Problem] = {
+    "two-nodes": problem(SHALLOW, world=8, gpus_per_node=4, global_batch=16),
+    "one-node": problem(GPT_125M, world=8, global_batch=32),
+    "large-vocabulary": problem(
+        dataclasses.replace(SHALLOW, vocab_size=256_000, dim=1024, hidden=4096),
+        world=8, gpus_per_node=4, global_batch=32,
+    ),
+    "slow-gpus-odd-nodes": problem(SHALLOW, "v100", world=12, gpus_per_node=6, global_batch=48, seq_len=1536),
+    "large-states": problem(LLAMA_8B, world=4, gpus_per_node=4, global_batch=8, seq_len=4096),
+    "long-sequences": problem(SHALLOW, world=8, gpus_per_node=4, global_batch=8, seq_len=32_768),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_pruning_loses_the_best_of_no_family(name: str) -> None:
+    """Against every answer, with as much memory as each family just needs with each recomputation, and with plenty."""
+    small = SMALL[name]
+    answers = list(every(small))
+    least: dict[tuple[str, str], float] = {}
+    for c in answers:
+        how = c.family, c.layout.activation_checkpointing
+        least[how] = min(c.peak_gib, least.get(how, c.peak_gib))
+    for limit in {*least.values(), max(c.peak_gib for c in answers)}:
+        found = search(dataclasses.replace(small, limit_gib=limit))
+        fits = [c for c in answers if c.peak_gib <= limit]
+        best, seen = fastest(fits), fastest(list(found.fitting))
+        hopeless = {kind for kind in best.keys() - seen.keys() if best[kind] > HOPELESS * min(best.values())}
+        assert seen == pytest.approx({kind: s for kind, s in best.items() if kind not in hopeless}), limit
+        assert found.best is not None and found.best.step_s <= (1 + SIMPLER) * min(best.values())
+        for small_one in found.smallest:
+            assert small_one.peak_gib > limit
+            needed = min(c.peak_gib for c in answers if c.family == small_one.family)
+            # Of a stage with a single layer recomputing all may need a little more.
+            assert needed <= small_one.peak_gib * (1 + 1e-9) < 1.02 * needed, small_one.family
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_returned_can_be_run_and_is_what_the_models_say_of_it(name: str) -> None:
+    small = SMALL[name]
+    model = small.model
+    for c in search(small).fitting:
+        layout, run = c.layout, c.run
+        assert layout.world_size == small.world
+        assert run.micro_batch * run.grad_accum * layout.data_parallel == small.global_batch
+        assert not any(size % layout.tp for size in (model.heads, model.kv_heads, model.hidden, model.vocab_size))
+        assert small.seq_len % (layout.cp * layout.tp) == 0 and small.gpus_per_node % layout.tp == 0
+        assert pipeline.why_not(layout, run.grad_accum) == "" and pipeline.stages(layout) <= model.layers + 2
+        assert c.peak_gib <= small.limit_gib
+        assert c.step == of_step(model, layout, run, small.stack, small.machine)
+
+
+def test_the_first_is_the_simplest_of_those_that_are_about_as_fast() -> None:
+    for small in SMALL.values():
+        found = search(small).fitting
+        near = [c for c in found if c.step_s <= (1 + SIMPLER) * min(f.step_s for f in found)]
+        assert found[0] in near and kinds(found[0].layout) == min(kinds(c.layout) for c in near)
+        assert [c.step_s for c in found[1:]] == sorted(c.step_s for c in found[1:])
+
+
+def test_a_small_model_is_replicated() -> None:
+    for gpu, nodes in (("h100", 2), ("a100", 8), ("v100", 1)):
+        best = search(problem(TINY, gpu, world=8 * nodes, global_batch=128 * nodes, seq_len=256)).best
+        assert best is not None and best.layout.strategy == "ddp" and not best.layout.model_parallel
+
+
+def test_a_model_that_needs_it_is_sharded_and_a_larger_one_split() -> None:
+    best = search(problem(LLAMA_8B, world=16, seq_len=8192)).best
+    assert best is not None and best.layout.sharded and best.peak_gib < 64
+    best = search(problem(LLAMA_405B, world=1024, seq_len=8192, global_batch=1024)).best
+    assert best is not None and best.layout.model_parallel and best.layout.sharded
+
+
+def test_a_larger_gpu_redoes_no_more_and_is_no_slower() -> None:
+    redone, seconds = [], []
+    for limit in (20.0, 30.0, 64.0, 120.0):
+        best = search(problem(LLAMA_8B, world=64, seq_len=8192, global_batch=256, limit_gib=limit)).best
+        assert best is not None
+        redone.append(RECOMPUTES.index(best.layout.activation_checkpointing))
+        seconds.append(best.step_s)
+    assert redone[0] > redone[-1]
+    # A simpler layout may be taken for up to SIMPLER of the time.
+    assert all(later <= (1 + SIMPLER) * earlier for earlier, later in pairwise(seconds))
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"tp": 2, "cp": 1, "pp": 1},
+        {"tp": 1, "cp": 1, "pp": 4},
+        {"tp": 2, "cp": 2, "pp": 2},
+        {"strategy": "hybrid-shard", "tp": 1, "cp": 1, "pp": 1},
+        {"strategy": "fsdp", "tp": 4, "cp": 1, "pp": 1},
+        {"strategy": "hybrid-shard", "tp": 1, "cp": 1, "pp": 1, "dp_shard": 4, "dp_replicate": 4},
+        {"strategy": "zero1", "tp": 1, "cp": 1, "pp": 1},
+        {"micro_batch": 2},
+        {"recompute": "selective"},
+        {"tp": 1, "cp": 1, "pp": 2, "schedule": "gpipe", "virtual_stages": 1},
+        {"tp": 1, "cp": 1, "pp": 2, "schedule": "zbv", "virtual_stages": 2},
+    ],
+    ids=lambda fixed: "-".join(f"{name}-{value}" for name, value in fixed.items()),
+)
+def test_what_is_fixed_stays_fixed(fixed: dict[str, Any]) -> None:
+    found = search(problem(dataclasses.replace(SHALLOW, dim=2048), **fixed)).fitting
+    assert found
+    in_layout = {{"recompute": "activation_checkpointing"}.get(n, n): v for n, v in fixed.items() if n != "micro_batch"}
+    for c in found:
+        assert {name: getattr(c.layout, name) for name in in_layout} == in_layout
+        assert fixed.get("micro_batch", c.run.micro_batch) == c.run.micro_batch
+
+
+def test_no_group_shares_parameters_over_more_ranks_than_was_ever_seen_to_work() -> None:
+    found = search(problem(LLAMA_8B, world=2048, global_batch=2048)).fitting
+    assert found and max(c.layout.dp_shard * c.layout.cp for c in found) <= 512
+    asked = search(problem(LLAMA_8B, world=2048, global_batch=2048, strategy="fsdp", tp=1, cp=1, pp=1)).best
+    assert asked is not None and asked.layout.dp_shard == 2048
+
+
+def test_offload_is_for_what_is_sharded() -> None:
+    parallel = problem(LLAMA_8B).parallel
+    offloaded = dataclasses.replace(problem(LLAMA_8B, world=8), parallel=type(parallel)(offload=True))
+    for c in search(offloaded).fitting:
+        assert c.layout.offload is c.layout.fully_sharded
+
+
+def test_thousands_of_layouts_for_the_largest_cluster() -> None:
+    found = search(problem(LLAMA_405B, world=16_384, seq_len=8192, global_batch=2048))
+    assert found.considered > 5000
+    assert found.best is not None and found.best.layout.world_size == 16_384
+    assert found.best.layout.tp > 1 and found.best.layout.pp > 1  # as the model's authors did
+
+
+def test_nothing_that_fits_is_said_with_what_needs_least() -> None:
+    found = search(problem(LLAMA_8B, "t4", world=4, gpus_per_node=4))
+    assert found.best is None and found.fitting == ()
+    assert {"ddp", "fsdp", "tensor parallel", "pipeline"} <= {c.family for c in found.smallest}
+    assert all(c.peak_gib > 12 for c in found.smallest)

@@ -1,0 +1,211 @@
+"""The predicted time of a step follows from the physics: more work takes longer, what is hidden costs little."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from clustertrain.plan import compute, network, time
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.compute import FITTED
+from clustertrain.plan.decoder import Shape
+from clustertrain.plan.layout import Layout
+from clustertrain.plan.memory import of_rank
+from clustertrain.plan.stack import CLUSTERTRAIN, compiled
+from clustertrain.plan.time import Machine, Step
+from clustertrain.spec import hardware
+from clustertrain.spec.parallel import ParallelSpec
+
+LLAMA_8B = Shape(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14_336)
+FSDP = Layout(strategy="fsdp", dp_shard=64)
+
+
+def machine(name: str = "h100", precision: str = "bf16") -> Machine:
+    gpu = hardware.find(name)
+    assert gpu is not None
+    return Machine(network.of(gpu, 8), compute.rates(gpu, precision))
+
+
+def step(layout: Layout, gpu: str = "h100", model: Shape = LLAMA_8B, **changes: Any) -> Step:
+    given: dict[str, Any] = {"seq_len": 8192, "micro_batch": 1, "compute": "bf16", "device": "cuda", **changes}
+    return time.of_step(model, layout, Pass(**given), CLUSTERTRAIN, machine(gpu))
+
+
+def block(tokens: int, tp: int = 1, model: Shape = LLAMA_8B, gpu: str = "h100", precision: str = "bf16") -> float:
+    rates = machine(gpu, precision).rates
+    found = compute.block_s(model, tokens, 8192, tp, tp, CLUSTERTRAIN, rates)
+    return found.forward + found.backward
+
+
+def test_twice_the_tokens_take_about_twice_as_long() -> None:
+    assert block(16_384) == pytest.approx(2 * block(8192), rel=0.05)
+
+
+def test_small_pieces_run_less_efficiently() -> None:
+    assert 16 * block(512) > 1.1 * block(8192)
+    shares = [tp * block(8192, tp) for tp in (1, 2, 4, 8)]  # GPU-seconds for the same work
+    assert shares == sorted(shares) and shares[-1] > 1.02 * shares[0]
+
+
+def test_a_width_that_the_matrix_units_do_not_like_costs() -> None:
+    odd = dataclasses.replace(LLAMA_8B, hidden=14_336 + 1)
+    assert block(8192, model=odd) > 1.2 * block(8192)
+
+
+def test_faster_gpus_and_fewer_bits_are_faster_and_fp32_is_slower() -> None:
+    assert block(8192, gpu="b200") < block(8192, gpu="h100") < block(8192, gpu="a100") < block(8192, gpu="v100")
+    assert block(8192, precision="fp8") < block(8192) < block(8192, precision="tf32") < block(8192, precision="fp32")
+    assert block(8192, gpu="a100", precision="fp8") == block(8192, gpu="a100")  # which has no 8 bit
+
+
+def test_no_gpu_is_predicted_faster_than_its_data_sheet() -> None:
+    for gpu in hardware.CATALOGUE:
+        for precision, peak in (("bf16", gpu.tflops), ("fp8", gpu.fp8_tflops or gpu.tflops)):
+            rates = compute.rates(gpu, precision)
+            flops = 2.0 * 8192**3
+            assert flops / compute.matmul_s(8192, 8192, 8192, rates.matmul, rates.memory, 2, FITTED) < peak * 1e12
+
+
+def test_recomputing_all_costs_about_a_third_and_selective_recomputation_little() -> None:
+    none, selective, full = (
+        step(msgspec_replace(FSDP, activation_checkpointing=kind)) for kind in ("none", "selective", "full")
+    )
+    assert none.recompute_s == 0
+    assert 0.25 < full.recompute_s / none.compute_s < 0.4
+    assert 0 < selective.recompute_s < full.recompute_s / 2
+    assert none.compute_s == full.compute_s
+
+
+def msgspec_replace(layout: Layout, **changes: Any) -> Layout:
+    return Layout(**{**{f: getattr(layout, f) for f in layout.__struct_fields__}, **changes})
+
+
+def piped(virtual: int = 1, schedule: str = "1f1b", accumulate: int = 16, vocab: int = 64) -> Step:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, reshard_after_forward=False)
+    # Almost no head: the bubble is that of filling and draining alone.
+    return step(layout, model=dataclasses.replace(LLAMA_8B, vocab_size=vocab), grad_accum=accumulate)
+
+
+def test_a_pipelines_bubble_is_that_of_its_paper() -> None:
+    """(p - 1) / (v m) of the working time: arXiv 2104.04473, section 2.2."""
+    for virtual in (1, 2, 4):
+        for micro_batches in (8, 16, 32):
+            made = piped(virtual, "interleaved" if virtual > 1 else "1f1b", micro_batches)
+            assert made.bubble_s / made.compute_s == pytest.approx(3 / (virtual * micro_batches), rel=0.1)
+
+
+def test_schedules_that_split_the_backward_pass_wait_less_and_interleaving_sends_more() -> None:
+    plain, interleaved, zero_bubble, zbv = (
+        piped(), piped(2, "interleaved"), piped(2, "zero-bubble"), piped(2, "zbv")
+    )  # fmt: skip
+    assert zbv.bubble_s < zero_bubble.bubble_s < interleaved.bubble_s < plain.bubble_s
+    assert interleaved.pipeline_s == pytest.approx(2 * plain.pipeline_s)
+
+
+def test_a_large_head_makes_the_other_stages_wait() -> None:
+    assert piped(vocab=256_000).bubble_s > 1.5 * piped().bubble_s
+
+
+def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
+    slow = Machine(dataclasses.replace(machine().network, fabric=1e9), machine().rates)  # nothing hides it
+    again, kept = (
+        time.of_step(
+            LLAMA_8B,
+            Layout(strategy=strategy, dp_shard=64, reshard_after_forward=strategy == "fsdp"),
+            Pass(8192, 1, grad_accum=8, compute="bf16", device="cuda"),
+            CLUSTERTRAIN,
+            slow,
+        )
+        for strategy in ("fsdp", "fsdp-grad-op")
+    )
+    assert again.data_s > 3 * kept.data_s
+    assert again.compute_s == kept.compute_s
+
+
+def test_reducing_after_each_micro_batch_sends_more() -> None:
+    each, once = (
+        step(Layout(strategy="fsdp", dp_shard=64, defer_reduction=defer), grad_accum=8) for defer in (False, True)
+    )
+    assert each.data_s > once.data_s
+
+
+def test_sharding_inside_the_node_spares_the_network() -> None:
+    hybrid = Layout(strategy="hybrid-shard", dp_shard=8, dp_replicate=64)
+    whole = Layout(strategy="fsdp", dp_shard=512)
+    assert step(hybrid, seq_len=1024, grad_accum=4).data_s < step(whole, seq_len=1024, grad_accum=4).data_s
+
+
+def test_communication_hides_under_much_work_and_not_under_little() -> None:
+    little, much = step(FSDP, seq_len=256), step(FSDP, seq_len=8192)
+    assert much.data_s < 0.05 * much.step_s
+    assert little.data_s > 0.2 * little.step_s
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(strategy="ddp", dp_replicate=8),
+        Layout(strategy="zero1", zero1=True, dp_replicate=8),
+        FSDP,
+        Layout(strategy="hybrid-shard", dp_replicate=8, dp_shard=8),
+        Layout(strategy="fsdp", dp_shard=4, tp=2, sequence_parallel=True, cp=2, pp=2, schedule="1f1b"),
+    ],
+    ids=lambda layout: layout.words(),
+)
+def test_the_parts_of_a_step_are_its_time_and_none_is_negative(layout: Layout) -> None:
+    made = step(layout, grad_accum=4)
+    parts = dataclasses.asdict(made)
+    assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(made.step_s)
+    degrees = {"tensor_s": layout.tp, "context_s": layout.cp, "pipeline_s": layout.pp, "bubble_s": layout.pp,
+               "data_s": layout.gradient_ranks}  # fmt: skip
+    assert {name for name in degrees if parts[name] > 0} == {name for name, degree in degrees.items() if degree > 1}
+
+
+def test_tensor_parallel_across_nodes_is_as_slow_as_their_network() -> None:
+    one_port = Machine(dataclasses.replace(machine().network, fabric=50e9 / 8), machine().rates)
+    run = Pass(8192, 1, compute="bf16", device="cuda")
+    inside, across = (
+        time.of_step(LLAMA_8B, Layout(tp=tp, sequence_parallel=True), run, CLUSTERTRAIN, one_port) for tp in (8, 16)
+    )
+    assert across.tensor_s > 5 * inside.tensor_s and across.step_s > inside.step_s
+
+
+def test_a_ring_hides_what_an_all_gather_shows() -> None:
+    gathered, ring = (
+        step(Layout(cp=8), seq_len=65_536, parallel=ParallelSpec(context=kind)) for kind in ("all-gather", "ring")
+    )
+    assert ring.context_s < gathered.context_s
+    assert ring.compute_s < gathered.compute_s  # the mask's hidden half is not computed
+
+
+def test_offload_is_slower_and_needs_less_memory() -> None:
+    run = Pass(8192, 1, compute="bf16", device="cuda")
+    on, off = (msgspec_replace(FSDP, offload=offload) for offload in (False, True))
+    assert step(off).optimizer_s > 5 * step(on).optimizer_s
+    assert (of_rank(LLAMA_8B, off, run, None).peak_gib or 0) < (of_rank(LLAMA_8B, on, run, None).peak_gib or 0)
+
+
+def test_each_rank_updates_its_share_of_the_optimizer() -> None:
+    ddp, zero1 = (step(Layout(strategy=s, zero1=s == "zero1", dp_replicate=8)).optimizer_s for s in ("ddp", "zero1"))
+    assert ddp == pytest.approx(8 * zero1)
+
+
+def test_a_tiny_model_waits_for_python_and_compiling_helps() -> None:
+    tiny = Shape(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=4, hidden=256)
+    fast, slow = (step(Layout(), gpu, model=tiny, seq_len=64) for gpu in ("b200", "a100"))
+    assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # no GPU gets it done sooner
+    run = Pass(64, 1, compute="bf16", device="cuda")
+    eager, fused = (time.of_step(tiny, Layout(), run, s, machine()) for s in (CLUSTERTRAIN, compiled(CLUSTERTRAIN)))
+    assert fused.step_s < 0.7 * eager.step_s
+
+
+def test_the_predicted_rate_is_one_that_gpus_reach() -> None:
+    """Published runs of dense models of this size reach 35 to 60 % of the peak: layout-tables' torchtitan rows on H100
+    with 8192 tokens a rank."""
+    made = step(FSDP, micro_batch=2)
+    tokens = 2 * 8192
+    flops = 6 * 8.03e9 * tokens + 12 * 32 * 8192 * 4096 * tokens / 2
+    assert 0.3 < flops / made.step_s / 989e12 < 0.65
