@@ -397,7 +397,7 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
 
 def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
     """Inside a node, or of whole nodes: other groups would lie across the border of one."""
+    if problem.world <= problem.gpus_per_node:
+        return []
     node = max(1, problem.gpus_per_node // inner)
-    return [
-        s for s in divisors(data) if 1 < s < data and s * inner <= LARGEST_GROUP and (s % node == 0 or node % s == 0)
-    ]
+    return [s for s in divisors(data) if 1 < s < data and (s % node == 0 or node % s == 0)]
