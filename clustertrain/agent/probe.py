@@ -27,7 +27,7 @@ from clustertrain.launch.network import interface_towards
 from clustertrain.launch.request import Prepared
 from clustertrain.launch.submit import check_data, spec_text
 from clustertrain.plan import trials
-from clustertrain.plan.choice import ASSUMED_CPU_GIB
+from clustertrain.plan.given import ASSUMED_CPU_GIB
 from clustertrain.plan.layout import Batch
 from clustertrain.plan.memory import GIB
 from clustertrain.plan.trials import Measured, Search, Trial

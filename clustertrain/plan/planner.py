@@ -10,6 +10,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan import nccl, pipeline, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
 from clustertrain.plan.counted import Counted
+from clustertrain.plan.given import Given
 from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.nccl import Setting
@@ -85,7 +86,8 @@ def plan(
     """
     job = spec.job
     names = {*spec.env, *taken}
-    choice = Choice(spec, device, profile, counted)
+    given = Given(spec, device, profile, counted)
+    choice = Choice(given)
     if spec.script is None:
         choice.decide()
     else:
@@ -101,10 +103,10 @@ def plan(
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
-        precision=choice.precision,
+        precision=given.precision,
         nodes=job.nodes,
         gpus_per_node=job.gpus,
-        world_size=choice.world,
+        world_size=given.world,
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
@@ -125,18 +127,18 @@ def plan(
 
 
 def _time(spec: RunSpec, choice: Choice) -> Time:
-    flops = flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None
+    flops = flops_per_step(spec, choice.batch.global_batch) if choice.given.decoder else None
     bubble = pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum)
     step = choice.step
-    if step is None or flops is None or choice.gpu is None:
+    if step is None or flops is None or choice.given.gpu is None:
         return Time(flops_per_step=flops, bubble_fraction=bubble)
-    a_gpu = flops / step.step_s / choice.world / 1e12
+    a_gpu = flops / step.step_s / choice.given.world / 1e12
     return Time(
         flops_per_step=flops,
         step_s=step.step_s,
-        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.world,
+        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.given.world,
         tflops_per_gpu=a_gpu,
-        mfu=a_gpu / choice.gpu.tflops if choice.gpu.tflops else None,
+        mfu=a_gpu / choice.given.gpu.tflops if choice.given.gpu.tflops else None,
         bubble_fraction=bubble,
         comm_s={
             "tensor": step.tensor_s,
@@ -166,7 +168,7 @@ def runners_up(choice: Choice) -> tuple[RunnerUp, ...]:
             RunnerUp(
                 layout=why_chosen.brief(candidate),
                 step_s=candidate.step_s,
-                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.world,
+                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.given.world,
                 peak_gib=candidate.peak_gib,
             )
         )
