@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from clustertrain.errors import ConfigError
 from clustertrain.plan import network, stack
 from clustertrain.plan.activations import Pass
+from clustertrain.plan.batch import divisors
 from clustertrain.plan.decoder import Shape
 from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.stack import Stack
@@ -22,6 +23,7 @@ from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.parallel import ParallelSpec
 
 DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
+LARGEST, MOST_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake
 GPUS_PER_NODE = 8  # of DGX and HGX systems; 4 in the trays of an NVL72
 _STRATEGIES: Mapping[str, Strategy] = {
     "fsdp_full": "fsdp", "zero3": "fsdp", "fsdp_grad_op": "fsdp-grad-op", "hsdp": "hybrid-shard", "zero1": "zero1",
@@ -91,8 +93,8 @@ def number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{name} = {text!r} is not a number") from None
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name} = {text!r} is not a number of 0 or more")
+    if not 0 <= value <= LARGEST:  # nan is not, either
+        raise ConfigError(f"{name} = {text!r} is not a number from 0 to {LARGEST:g}")
     return value
 
 
@@ -107,7 +109,7 @@ def read(row: Mapping[str, str]) -> Row:
     return Row(
         shape=shape,
         layout=layout,
-        seq_len=int(number(row, "seq", DEFAULT_SEQ)),
+        seq_len=int(number(row, "seq")) or DEFAULT_SEQ,
         micro_batch=int(number(row, "micro_bs")),
         global_batch=int(number(row, "global_bs_seqs")),
         recompute=_recompute(row),
@@ -142,8 +144,8 @@ def _variant(row: Mapping[str, str], found: Stack) -> Stack:
 
 
 def gpu_of(row: Mapping[str, str]) -> GpuType:
-    name, size = (row.get("gpu") or "").strip(), (row.get("gpu_mem_gib") or "").strip()
-    found = (hardware.find(f"{name}-{size}gb") if size else None) or hardware.find(name)
+    name, size = (row.get("gpu") or "").strip(), number(row, "gpu_mem_gib")
+    found = (hardware.find(f"{name}-{size:g}gb") if size else None) or hardware.find(name)
     if found is None:
         known = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
         raise ConfigError(f"gpu = {name!r} is not known; known: {known}")
@@ -159,10 +161,10 @@ def fabric_of(text: str, gpu: GpuType) -> float:
     cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
     if cloud:
         return fabrics.node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
-    several = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", text)
+    several = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
     if several:
         return int(several[1]) * int(several[2]) / 8 / GPUS_PER_NODE
-    one = re.search(r"(\d+)\s*Gbps", text)
+    one = re.search(r"(\d{1,6})\s*Gbps", text)
     return int(one[1]) / 8 / GPUS_PER_NODE if one else 0.0
 
 
@@ -191,6 +193,8 @@ def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
     groups = max(1, int(number(row, "hsdp_replicate", 1)))
     if strategy in ("fsdp", "fsdp-grad-op") and groups > 1:
         strategy = "hybrid-shard"
+    if strategy == "hybrid-shard" and dp % groups:
+        raise ConfigError(f"hsdp_replicate = {groups} does not divide {dp} data-parallel ranks")
     sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
     virtual = max(1, int(number(row, "vpp", 1)))
     if dp == 1 and not (sharded and cp > 1):
@@ -213,7 +217,7 @@ def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
 
 def _gpus_in_words(note: str) -> int:
     """The first of several numbers of GPUs, as in ``one of 128/256/512`` or ``128..512 GPUs``; 0: there is none."""
-    found = re.search(r"one of (\d+)/", note) or re.search(r"(\d+)\.\.\d+ GPUs", note)
+    found = re.search(r"one of (\d{1,9})/", note) or re.search(r"(\d{1,9})\.\.\d+ GPUs", note)
     return int(found[1]) if found else 0
 
 
@@ -241,7 +245,10 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         hidden=hidden, gated=gated,
     )  # fmt: skip
     if not layers:
-        layers = max(1, round((parameters - vocab * dim) / base.block_parameters()))
+        tables = 2 if gated else 1
+        layers = max(1, round((parameters - tables * vocab * dim) / base.block_parameters()))
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"{layers} layers of width {dim} are too many: check n_params_b, hidden and layers")
     guesses = [
         replace(base, layers=layers, gated=g, tie_embeddings=t)
         for g in ((True, False) if _GATED.search(row.get("model") or "") else (False, True))
@@ -259,4 +266,4 @@ def _usual_width(parameters: float) -> int:
 
 def _usual_heads(dim: int) -> int:
     """Heads of 128, or of what divides the width and is next to it."""
-    return min((n for n in range(1, dim + 1) if dim % n == 0), key=lambda n: abs(dim / n - 128))
+    return min(divisors(dim), key=lambda n: abs(dim / n - 128))

@@ -193,7 +193,9 @@ def _filled(row: Row, constants: Constants) -> tuple[Row, list[str]]:
         said.append(words)
     if not row.gpus and row.layout.sharded:
         row = _with_gpus(row)
-        said.append(f"n_gpus is not stated: {row.layout.world_size}, the fewest whole nodes on which it fits")
+        said.append(f"n_gpus is not stated: {row.layout.world_size}, the fewest on 1, 2, 4 ... nodes on which it fits")
+    elif not row.gpus:
+        said.append(f"n_gpus is not stated: {row.layout.world_size}, one replica")
     if not row.recompute:
         micro = replace(row, micro_batch=max(1, row.micro_batch))
         mode = next((m for m in RECOMPUTES if _fits(replace(micro, recompute=m))), "full")

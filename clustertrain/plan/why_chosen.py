@@ -191,15 +191,21 @@ def _changes(problem: Problem) -> Iterator[str]:
     """What makes it fit on the same GPUs, the cheapest first."""
     wanted = problem.wanted
     free = dataclasses.replace(wanted, strategy=None, tp=0, cp=0, pp=0, dp_replicate=0, dp_shard=0)
+    both = "train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"
     tries: tuple[tuple[str, dict[str, Any]], ...] = (
         ("train.micro_batch = 0 (the plan chooses)", {"wanted": dataclasses.replace(wanted, micro_batch=0)}),
         (
             "parallel.activation_checkpointing = 'full'",
             {"wanted": dataclasses.replace(wanted, recompute="full")},
         ),
+        (both, {"wanted": dataclasses.replace(wanted, micro_batch=0, recompute="full")}),
         ("--layout auto and no degrees", {"wanted": free}),
+        (
+            f"{both}, --layout auto and no degrees",
+            {"wanted": dataclasses.replace(free, micro_batch=0, recompute="full")},
+        ),
         ("parallel.offload = true", {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}),
-        (f"data.seq_len = {problem.seq_len // 2}", {"seq_len": problem.seq_len // 2}),
+        *((f"data.seq_len = {problem.seq_len // n}", {"seq_len": problem.seq_len // n}) for n in (2, 4, 8)),
     )
     for words, change in tries:
         changed = dataclasses.replace(problem, **change)
