@@ -197,7 +197,9 @@ def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
         raise ConfigError(f"hsdp_replicate = {groups} does not divide {dp} data-parallel ranks")
     sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
     virtual = max(1, int(number(row, "vpp", 1)))
-    if dp == 1 and not (sharded and cp > 1):
+    # Of a row that is said to be sharded, and not over how many, it is found out on how many it fits.
+    known = gpus or int(number(row, "dp")) or not kind
+    if dp == 1 and not (sharded and (cp > 1 or not known)):
         strategy = "single"
     return Layout(
         strategy=strategy,
@@ -223,7 +225,7 @@ def _gpus_in_words(note: str) -> int:
 
 def _parameters(row: Mapping[str, str]) -> float:
     """Where no column has it, what the model's name says: ``LLaMA-13B``."""
-    named = re.search(r"(\d+(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
+    named = re.search(r"(\d{1,6}(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
     return (number(row, "n_params_b") or (float(named[1]) if named else 0.0)) * 1e9
 
 
@@ -231,7 +233,7 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     """The model's sizes; what is missing follows from the number of parameters."""
     parameters = _parameters(row)
     layers, dim = int(number(row, "layers")), int(number(row, "hidden"))
-    vocab = int(number(row, "vocab", DEFAULT_VOCAB))
+    vocab = int(number(row, "vocab")) or DEFAULT_VOCAB
     if not (dim and layers) and not parameters:
         raise ConfigError("neither n_params_b nor hidden and layers are given: the size of the model is not known")
     dim = dim or _usual_width(parameters)
