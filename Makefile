@@ -25,10 +25,10 @@ demo: setup ## the main job on this machine: train, be preempted, requeue, resum
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
 
 # The others share one Slurm cluster, or take all cores themselves.
-FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu'
+FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
 
 test: setup test-packages ## every test, the real-Slurm ones included
-	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) -m 'slurm or ranks or gpu' && exit $$fast
+	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) -m 'slurm or ranks or gpu or long' && exit $$fast
 
 test-fast: setup ## the tests that need no cluster and start no ranks
 	$(PYTEST) $(FAST)

@@ -16,10 +16,11 @@ from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent import rendezvous
+from clustertrain.agent import rendezvous, torchrun
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
+from clustertrain.agent.torchrun import AFTER_FAILURE_S
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
 from clustertrain.run.events import EventLog
@@ -28,9 +29,6 @@ from clustertrain.telemetry.sampler import Sampler
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
-# A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
-# exit barrier for nodes that may be gone.
-AFTER_FAILURE_S = 10.0
 AFTER_END_S = 20.0
 
 
@@ -157,12 +155,8 @@ class Agent:
 
     def _torchrun(self, meeting: rendezvous.Rendezvous) -> Any:
         p = self.place
-        argv = [sys.executable, "-m", "torch.distributed.run"]
-        # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
-        argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
-        argv += [f"--rdzv-id={meeting.id}", f"--nnodes={len(p.nodes)}", f"--node-rank={p.node_rank}"]
-        argv += [f"--nproc-per-node={p.ranks_per_node}", "--max-restarts=0", "--signals-to-handle=SIGINT"]
-        argv += ["-m", "clustertrain", "train"]
+        program = ("clustertrain", "train")
+        argv = torchrun.command(meeting, program, p.ranks_per_node, nodes=len(p.nodes), node_rank=p.node_rank)
         return proc.start(
             argv,
             env=self._environment(meeting),
@@ -180,7 +174,7 @@ class Agent:
         env[settings.DEVICE] = p.device
         # CUDA numbers GPUs by speed otherwise, and NVML by bus: on a mixed node the report would name the wrong ones.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(AFTER_FAILURE_S / 2))
+        env.update(torchrun.SHUTDOWN)
         try:
             interface = self._interface(meeting)
         except EnvironmentNotFit:

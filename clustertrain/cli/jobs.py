@@ -65,18 +65,23 @@ def _unreadable_json(row: Any) -> dict[str, Any]:
 @run_argument
 @json_option
 def status(name: str, as_json: bool) -> None:
-    """The attempts of RUN, how they ended, the step, and where the time went."""
+    """The attempts of RUN, how they ended, the step, what the plan predicted and the run measured, and where the time
+    went."""
+    import msgspec
+
     from clustertrain.launch.look import look
+    from clustertrain.report import prediction
 
     seen = look(find_run(name))
+    compared = prediction.of_run(seen.run)
     if as_json:
-        print_json(status_json(seen))
+        print_json({**status_json(seen), "prediction": msgspec.to_builtins(compared)})
         return
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
     out = make_console()
-    emit(out, render(seen, glyphs(out)))
+    emit(out, render(seen, compared, glyphs(out)))
 
 
 def status_json(seen: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ GC_THRESHOLD = 100_000
 # verb: (where, one line of help). The help stands here so that the list needs no import.
 COMMANDS = {
     "submit": ("clustertrain.cli.submit:submit", "Plan, render and submit a training run."),
-    "plan": ("clustertrain.cli.submit:plan", "Show what submit would choose and why; submit nothing."),
+    "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
     "list": ("clustertrain.cli.jobs:list_", "My runs, newest first."),
     "status": ("clustertrain.cli.jobs:status", "A run's attempts, their endings, the step and where the time went."),
     "logs": ("clustertrain.cli.logs:logs", "Per-rank logs, followed across requeues."),

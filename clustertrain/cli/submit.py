@@ -1,4 +1,5 @@
-"""``submit`` and ``plan``: options -> SubmitRequest. Thin: what they mean is decided in launch/."""
+"""``submit``, and the options that ``plan`` has too: options -> SubmitRequest. Thin: what they mean is decided in
+launch/."""
 
 from __future__ import annotations
 
@@ -12,10 +13,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from clustertrain.launch.request import SubmitRequest
-    from clustertrain.plan.planner import Plan
+    from clustertrain.launch.request import Count, SubmitRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -56,6 +54,8 @@ _OTHER_OPTIONS = (
     click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value."),
     click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
     click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
+    click.option("--count-model/--no-count-model", default=None, help="Build model.entry first; default: plan only."),
+    click.option("--trace-memory", is_flag=True, help="Also trace a step of it, for the activations."),
     json_option,
     click.argument("target", required=False, metavar="[RECIPE.toml | SCRIPT.py ARGS…]"),
     click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar=""),
@@ -71,10 +71,10 @@ class TargetCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-def _job_options(command: F) -> F:
+def job_options(command: F) -> F:
     for option in reversed((*_JOB_OPTIONS, *_OTHER_OPTIONS)):
         command = option(command)
     return command
@@ -90,10 +90,15 @@ def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[s
     return pairs
 
 
-def _request(options: dict[str, Any]) -> SubmitRequest:
+def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
+    """``count``: whether a model of the user's own is counted where the options do not say it."""
     from clustertrain.launch.request import SubmitRequest
     from clustertrain.launch.snapshot import LIMIT_MIB
 
+    asked, trace = options.pop("count_model"), options.pop("trace_memory")
+    if trace and asked is False:
+        raise UsageError("--trace-memory traces the model that --no-count-model leaves alone", fix="choose one")
+    wanted: Count = "trace" if trace else "yes" if (count if asked is None else asked) else "no"
     target, args = options.pop("target"), options.pop("args")
     sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
     rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
@@ -105,11 +110,12 @@ def _request(options: dict[str, Any]) -> SubmitRequest:
         assignments=rest["assignments"],
         env=_pairs("--env", rest["env"]),
         snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
+        count=wanted,
         argv=tuple(sys.argv),
     )
 
 
-@click.command(cls=TargetCommand, context_settings=_CONTEXT)
+@click.command(cls=TargetCommand, context_settings=CONTEXT)
 @click.option("--dry-run", is_flag=True, help="Print job.sh as it would be submitted; make nothing.")
 @click.option("--wait", "wait", is_flag=True, help="Wait for the run's end; exit 0 only if it completed.")
 @click.option("--follow", is_flag=True, help="Show progress until the run ends.")
@@ -120,7 +126,7 @@ def _request(options: dict[str, Any]) -> SubmitRequest:
     help="A run for each value; of several keys for each combination.",
 )
 @click.option("--at-once", type=_POSITIVE, metavar="K", help="Runs of a sweep at a time; default: all, locally one.")
-@_job_options
+@job_options
 def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_once: int | None, **options: Any) -> int:
     """Plan, render and submit a training run.
 
@@ -134,7 +140,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
         raise UsageError("--at-once: only a sweep has several runs", fix="give --sweep too, or leave it out")
     if follow and sweep:
         raise UsageError("--follow shows one run, --sweep submits several", fix="use --wait")
-    request = _request(options)
+    request = request_of(options)
     if sweep:
         return (
             _dry_sweep(request, sweep, at_once, as_json) if dry_run else _sweep(request, sweep, at_once, wait, as_json)
@@ -214,91 +220,3 @@ def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | No
         click.echo(line, err=True)
     click.echo(f"{made.script}\n# Run 0:\n\n{first.script}" if made.script else first.script, nl=False)
     return 0
-
-
-@click.command(cls=TargetCommand, context_settings=_CONTEXT)
-@_job_options
-def plan(**options: Any) -> int:
-    """Show what submit would choose and why; submit nothing."""
-    as_json = options["as_json"]
-    from clustertrain.launch.request import prepare, script_note
-
-    prepared = prepare(_request(options))
-    note = script_note(prepared)
-    if note:
-        click.echo(f"note: {note}", err=True)
-    if as_json:
-        print_json(prepared.plan)
-        return 0
-    _show(prepared.plan)
-    return 0
-
-
-def _show(chosen: Plan) -> None:
-    from clustertrain.report.terminal import emit, make_console
-
-    parts: list[RenderableType] = [_rows(_summary(chosen))]
-    for title, rows in (
-        ("Warnings", [("", warning) for warning in chosen.warnings]),
-        ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
-        ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
-        ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
-        ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
-    ):
-        if rows:
-            parts += [f"\n{title}", _rows(rows)]
-    emit(make_console(), *parts)
-
-
-def _rows(rows: list[tuple[str, str]]) -> RenderableType:
-    from rich.padding import Padding
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    for left, right in rows:
-        table.add_row(left, right) if left else table.add_row(right)
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
-    return f"{step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
-
-
-def _beside(chosen: Plan) -> str:
-    """What of the layout its name does not say."""
-    layout = chosen.layout
-    said = {
-        f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
-        "offload": layout.offload,
-        f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
-    }
-    return ", ".join(words for words, used in said.items() if used)
-
-
-def _summary(chosen: Plan) -> list[tuple[str, str]]:
-    from clustertrain.plan.layout import counted
-
-    layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
-    ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
-    rows = [("layout", f"{layout.words()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
-    if beside := _beside(chosen):
-        rows.append(("with", beside))
-    if layout.model_parallel or layout.strategy == "hybrid-shard":
-        rows.append(("mesh", f"{layout.product()}, neighbours last"))
-    if batch.global_batch:
-        split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
-        rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
-    if memory.peak_gib is not None:
-        capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
-        fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
-        rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
-    time = chosen.time
-    if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
-        mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
-        rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                              f"{time.tflops_per_gpu:.3g} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
-    if chosen.time.bubble_fraction is not None:
-        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
-    return rows

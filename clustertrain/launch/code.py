@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from clustertrain.launch import snapshot
@@ -23,6 +24,12 @@ def of_entry(entry: str, folders: Iterable[Path]) -> Path | None:
     return None
 
 
+def place(found: Path) -> tuple[Path, str]:
+    """The folder that a snapshot for ``found`` copies, and where in it that lies."""
+    root = snapshot.root_of(found)
+    return root, str((found.parent.resolve() / found.name).relative_to(root))
+
+
 def python_path(code: Path, root: Path, package: str | None) -> list[Path]:
     """What of the snapshot in ``code`` goes to the front of PYTHONPATH.
 
@@ -33,3 +40,13 @@ def python_path(code: Path, root: Path, package: str | None) -> list[Path]:
     wanted = [code, *([code / "src"] if (root / "src").is_dir() else [])]
     beside = (code / package).parent if package is not None else code
     return wanted if beside in wanted else [*wanted, beside]
+
+
+def environment_in_place(found: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a process that imports the package ``found`` from where it lies, as job.sh's ranks do from the
+    snapshot."""
+    if found is None:
+        return dict(environ)
+    root, package = place(found)
+    before = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
+    return {**environ, "PYTHONPATH": os.pathsep.join([*map(str, python_path(root, root, package)), *before])}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch import choose, code, render
+from clustertrain.launch import choose, code, counting, render
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import script as scripts
@@ -23,6 +24,7 @@ from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import assigned, build, read_toml, set_dotted, value_of
 
+Count = Literal["no", "yes", "trace"]
 _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
 
 
@@ -30,7 +32,7 @@ _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus
 class SubmitRequest:
     """``target`` is a recipe (``*.toml``), a script, or empty for the default preset. ``job`` holds the options that
     were given, by their names in JobSpec; ``assignments`` those of ``--set``; ``swept`` this run's values of
-    ``--sweep``."""
+    ``--sweep``; ``count`` whether a model of the user's own is counted first."""
 
     target: str = ""
     args: tuple[str, ...] = ()
@@ -39,6 +41,7 @@ class SubmitRequest:
     swept: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     snapshot_limit_mib: int = LIMIT_MIB
+    count: Count = "no"
     argv: tuple[str, ...] = ()
     cwd: Path = field(default_factory=Path.cwd)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -67,7 +70,8 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
 
     Raises:
         UsageError: the target does not exist; a value is not UTF-8.
-        ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide.
+        ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide; a model of the
+            user's own that cannot be built, where it is counted.
     """
     document, script, name = _read_target(request)
     for path, text in map(assigned, request.assignments):
@@ -87,7 +91,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job.backend)
     device = resolve_device(job.device if job.device != "auto" else profile.device, backend.name)
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
-    recipe = Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__})
+    recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)
@@ -96,7 +100,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
             "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
             fix="use --backend local, or leave the table out",
         )
-    return Prepared(
+    prepared = Prepared(
         spec=spec,
         profile=profile,
         plan=plan(spec, profile, device, taken=request.environ.keys()),
@@ -104,6 +108,36 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         python=profile.python or sys.executable,
         code=_code(request, script, recipe.model.entry),
     )
+    return _count(request, prepared)
+
+
+def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
+    """With the plan made anew, now that the model is known; where it cannot be counted here, with a warning."""
+    spec, chosen = prepared.spec, prepared.plan
+    trace = request.count == "trace"
+    if trace and (spec.script is not None or spec.recipe.model.is_decoder):
+        what = "the model of a script is not known before it runs" if spec.script else "the decoder's is estimated"
+        raise UsageError(f"--trace-memory: {what}", fix="leave it out; it is for model.entry and the other kinds")
+    if not trace and (request.count == "no" or spec.script is not None or not spec.recipe.model.entry):
+        return prepared
+    try:
+        found = counting.count(spec, chosen, prepared.python, prepared.code, request.environ, trace=trace)
+    except counting.NotCounted as e:
+        note = f"the model could not be counted here: {e.message}"
+        chosen = msgspec.structs.replace(
+            chosen, reasons=(*chosen.reasons, note), warnings=(*chosen.warnings, note)
+        )  # fmt: skip
+    else:
+        chosen = plan(spec, prepared.profile, chosen.device, taken=request.environ.keys(), counted=found)
+    return dataclasses.replace(prepared, plan=chosen)
+
+
+def _with_absolute_data(recipe: Recipe, cwd: Path) -> Recipe:
+    """The ranks run in another folder than the one where the path was typed."""
+    if recipe.data_path is None:
+        return recipe
+    data = msgspec.structs.replace(recipe.data, path=str(cwd / recipe.data_path))
+    return msgspec.structs.replace(recipe, data=data)
 
 
 def _refuse_other_encodings(spec: RunSpec) -> None:

@@ -89,10 +89,8 @@ def script_without_a_run(prepared: Prepared) -> str:
     run = RunDir(folder.runs_folder() / f"{folder.slug(prepared.spec.job.name)}-xxxxxx")
     paths: list[Path] = []
     if prepared.code is not None:
-        root = snapshot.root_of(prepared.code)
-        package = prepared.code.parent.resolve() / prepared.code.name
-        is_script = prepared.spec.script is not None
-        paths = code.python_path(run.code, root, None if is_script else str(package.relative_to(root)))
+        root, package = code.place(prepared.code)
+        paths = code.python_path(run.code, root, None if prepared.spec.script is not None else package)
     return render.job_script(script_input(prepared, run, prepared.spec, paths))
 
 
@@ -108,8 +106,22 @@ def check(prepared: Prepared) -> list[str]:
     found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
-    found += [_crowding(prepared), script_note(prepared)]
+    found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
     return [note for note in found if note]
+
+
+def check_data(prepared: Prepared) -> str | None:
+    """A note where the data is not here: on a cluster it may be on the nodes' own disks.
+
+    Raises:
+        ConfigError: this machine would train on it.
+    """
+    path = prepared.spec.recipe.data_path
+    if prepared.spec.script is not None or path is None or path.exists():
+        return None
+    if prepared.backend.name == "local":
+        raise ConfigError(f"data.path = {str(path)!r}: no such file or folder", fix="give one that is there")
+    return f"data.path = {str(path)!r} is not there on this machine; every node of the job must see it"
 
 
 def _check_places(prepared: Prepared) -> str | None:
@@ -169,7 +181,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
         paths = code.python_path(run.code, run.code, taken.script if spec.script is None else None)
     mode = 0o640 if spec.job.share else 0o600
     script = render.job_script(script_input(prepared, run, spec, paths))
-    fsio.write_text(run.spec, tomli_w.dumps(_without_none(msgspec.to_builtins(spec))), mode=mode)
+    fsio.write_text(run.spec, spec_text(spec), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
@@ -215,6 +227,11 @@ def remove(run: RunDir, spec: RunSpec) -> None:
     if target is not None:
         shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(run.path, ignore_errors=True)
+
+
+def spec_text(spec: RunSpec) -> str:
+    """What spec.toml says."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(spec)))
 
 
 def _without_none(value: Any) -> Any:

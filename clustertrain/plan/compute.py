@@ -11,19 +11,18 @@ from clustertrain.spec.hardware import GpuType
 
 @dataclass(frozen=True)
 class Constants:
-    """Set on one half of the published configurations by ``python -m benchmarks planner --fit``; no source of the other
+    """Set on one half of the published configurations by ``python -m benchmarks.planner_fit``; no source of the other
     half has a say in them."""
 
     # Of the achievable matmul rate, in a training step's heat and power: up to Ampere, Hopper, Blackwell.
     sustained: tuple[float, float, float] = (0.85, 0.71, 0.72)
-    low_bits: tuple[float, float, float] = (1.1, 1.0, 0.9)  # more of it: 8 bit, 8 bit with block scales, 4 bit
-    wave: float = 0.226  # output elements that a GPU works on at a time, of 4e6: less leaves it partly idle
-    depth: float = 51.0  # the inner dimension at which a matmul runs at half its rate
+    low_bits: tuple[float, float, float] = (1.1, 0.88, 0.80)  # more of it: 8 bit, 8 bit with block scales, 4 bit
+    wave: float = 0.308  # output elements that a GPU works on at a time, of 4e6: less leaves it partly idle
+    depth: float = 41.0  # the inner dimension at which a matmul runs at half its rate
     unaligned: float = 1.65  # cost of dimensions that are no multiple of 64 (NVIDIA's matmul performance guide)
-    flash: float = 0.463  # attention's rate of the matmul rate
-    scores: float = 11.5  # bytes moved for one score of plain attention, forward
+    scores: float = 9.2  # bytes moved for one score of plain attention, forward
     traffic: float = 1.0  # of pointwise operations, as counted below
-    cast: float = 1.09  # of what 8 and 4 bit formats cast and scale
+    cast: float = 1.53  # of what 8 and 4 bit formats cast and scale
     backward_host: float = 2.5  # launches of a backward pass, of a forward pass's
 
 
@@ -140,7 +139,7 @@ def _attention_s(
     five matmuls for two (arXiv 2307.08691, section 4.1)."""
     flops = 4.0 * tokens * seq_len * model.dim / tp
     if not stack.plain_attention:
-        forward = flops / 2 / (r.half * c.flash)
+        forward = flops / 2 / (r.half * stack.flash)
         return forward, 2.5 * forward
     scores = tokens * seq_len * model.heads / tp
     matmuls = flops / r.half * (1.0 + c.depth / (model.dim / model.heads))

@@ -9,6 +9,8 @@ import msgspec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import nccl, pipeline, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
+from clustertrain.plan.counted import Counted
+from clustertrain.plan.given import Given
 from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.nccl import Setting
@@ -60,17 +62,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    counted: Counted | None = None  # of a model of the user's own, where it was asked for
     rejected: tuple[Rejected, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     way_out: str = ""  # what would make a plan fit that does not
 
 
-def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = ()) -> Plan:
+def plan(
+    spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[str] = (), counted: Counted | None = None
+) -> Plan:
     """Choose how the ranks share the work.
 
     Args:
         device: ``cpu`` or ``cuda``, decided already.
         taken: environment names that the submitting user has set besides ``spec.env``.
+        counted: the user's own model. It changes the estimate of the memory and no choice, so that `submit`, which
+            does not count unless told to, chooses the same.
 
     Raises:
         ConfigError: the degrees do not make the world size, the batch or the model does not divide as they need, or
@@ -79,7 +86,8 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
     """
     job = spec.job
     names = {*spec.env, *taken}
-    choice = Choice(spec, device, profile)
+    given = Given(spec, device, profile, counted)
+    choice = Choice(given)
     if spec.script is None:
         choice.decide()
     else:
@@ -95,10 +103,10 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
-        precision=choice.precision,
+        precision=given.precision,
         nodes=job.nodes,
         gpus_per_node=job.gpus,
-        world_size=choice.world,
+        world_size=given.world,
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
@@ -111,6 +119,7 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*choice.reasons, *choice.warnings),
         warnings=tuple(choice.warnings),
+        counted=counted,
         rejected=tuple(choice.rejected),
         runners_up=runners_up(choice),
         way_out=choice.way_out,
@@ -118,18 +127,18 @@ def plan(spec: RunSpec, profile: ClusterProfile, device: str, taken: Collection[
 
 
 def _time(spec: RunSpec, choice: Choice) -> Time:
-    flops = flops_per_step(spec, choice.batch.global_batch) if choice.decoder else None
+    flops = flops_per_step(spec, choice.batch.global_batch) if choice.given.decoder else None
     bubble = pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum)
     step = choice.step
-    if step is None or flops is None or choice.gpu is None:
+    if step is None or flops is None or choice.given.gpu is None:
         return Time(flops_per_step=flops, bubble_fraction=bubble)
-    a_gpu = flops / step.step_s / choice.world / 1e12
+    a_gpu = flops / step.step_s / choice.given.world / 1e12
     return Time(
         flops_per_step=flops,
         step_s=step.step_s,
-        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.world,
+        tokens_per_s_per_gpu=choice.batch.tokens_per_step / step.step_s / choice.given.world,
         tflops_per_gpu=a_gpu,
-        mfu=a_gpu / choice.gpu.tflops if choice.gpu.tflops else None,
+        mfu=a_gpu / choice.given.gpu.tflops if choice.given.gpu.tflops else None,
         bubble_fraction=bubble,
         comm_s={
             "tensor": step.tensor_s,
@@ -159,7 +168,7 @@ def runners_up(choice: Choice) -> tuple[RunnerUp, ...]:
             RunnerUp(
                 layout=why_chosen.brief(candidate),
                 step_s=candidate.step_s,
-                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.world,
+                tokens_per_s_per_gpu=tokens / candidate.step_s / choice.given.world,
                 peak_gib=candidate.peak_gib,
             )
         )

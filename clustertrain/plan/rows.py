@@ -18,7 +18,7 @@ from clustertrain.plan.batch import divisors
 from clustertrain.plan.decoder import Shape
 from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.stack import Stack
-from clustertrain.spec import hardware
+from clustertrain.spec import fabrics, hardware
 from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.parallel import ParallelSpec
 
@@ -38,7 +38,7 @@ _PRECISIONS = (
     (r"fp32", "fp32"),
 )
 _RECOMPUTES = {"": "", "no": "none", "none": "none", "selective": "selective_attn", "selective_op": "selective_op"}
-_RING = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
+RING = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
 # Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
 _GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 
@@ -81,11 +81,11 @@ class Row:
             grad_accum=self.grad_accum,
             compute="fp8" if self.precision in ("fp8", "mxfp8", "fp4") else "bf16",
             device="cuda",
-            parallel=_RING,
+            parallel=RING,
         )
 
 
-def _number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
+def number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
     text = (row.get(name) or "").strip()
     if not text:
         return default
@@ -109,18 +109,18 @@ def read(row: Mapping[str, str]) -> Row:
     return Row(
         shape=shape,
         layout=layout,
-        seq_len=int(_number(row, "seq")) or DEFAULT_SEQ,
-        micro_batch=int(_number(row, "micro_bs")),
-        global_batch=int(_number(row, "global_bs_seqs")),
+        seq_len=int(number(row, "seq")) or DEFAULT_SEQ,
+        micro_batch=int(number(row, "micro_bs")),
+        global_batch=int(number(row, "global_bs_seqs")),
         recompute=_recompute(row),
         precision=_precision(row),
         compiled=compiled,
         stack=stack.compiled(found) if compiled else found,
         gpu=gpu,
-        capacity_gib=_number(row, "gpu_mem_gib") or gpu.capacity_gib,
+        capacity_gib=number(row, "gpu_mem_gib") or gpu.capacity_gib,
         gpus_per_node=_gpus_per_node(row, gpu),
         fabric_gb_s=fabric_of(text, gpu),
-        gpus=int(_number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "") or int(_number(row, "dp")),
+        gpus=int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "") or int(number(row, "dp")),
         stated=bool((row.get("tp") or "").strip() or (row.get("fsdp_or_zero") or "").strip()),
     )
 
@@ -137,14 +137,14 @@ def _variant(row: Mapping[str, str], found: Stack) -> Stack:
     if "fp32 grad" in (row.get("precision") or ""):
         found = replace(found, grad_bytes=found.weight_bytes + 4, reduce_bytes=4)
     if kind == "hier_zero1":
-        found = replace(found, zero_group=int(_number(row, "dp")) // max(1, int(_number(row, "hsdp_replicate", 1))))
+        found = replace(found, zero_group=int(number(row, "dp")) // max(1, int(number(row, "hsdp_replicate", 1))))
     if "Liger" in note:
         found = stack.with_liger(found)
     return replace(found, shards_gradients=kind in ("zero2", "zero2_like"))
 
 
 def gpu_of(row: Mapping[str, str]) -> GpuType:
-    name, size = (row.get("gpu") or "").strip(), _number(row, "gpu_mem_gib")
+    name, size = (row.get("gpu") or "").strip(), number(row, "gpu_mem_gib")
     found = (hardware.find(f"{name}-{size:g}gb") if size else None) or hardware.find(name)
     if found is None:
         known = ", ".join(gpu.name for gpu in hardware.CATALOGUE)
@@ -153,11 +153,14 @@ def gpu_of(row: Mapping[str, str]) -> GpuType:
 
 
 def _gpus_per_node(row: Mapping[str, str], gpu: GpuType) -> int:
-    return int(_number(row, "gpus_per_node")) or (4 if gpu.domain else GPUS_PER_NODE)
+    return int(number(row, "gpus_per_node")) or (4 if gpu.domain else GPUS_PER_NODE)
 
 
 def fabric_of(text: str, gpu: GpuType) -> float:
-    """GB/s a GPU of the network that the words name for a node: ``4x200Gb``, ``1600 Gbps``; 0: none is named."""
+    """GB/s a GPU of the network that the words name for a node, as ``4x200Gb``, ``1600 Gbps`` or AWS's ``p5``; or 0."""
+    cloud = re.search(r"\b(p3dn|p4d|p5)\b", text)
+    if cloud:
+        return fabrics.node_gb_s(f"efa-{cloud[1]}") / GPUS_PER_NODE
     several = re.search(r"(\d{1,6})\s*x\s*(\d{1,6})\s*Gb", text)
     if several:
         return int(several[1]) * int(several[2]) / 8 / GPUS_PER_NODE
@@ -178,24 +181,24 @@ def _recompute(row: Mapping[str, str]) -> str:
 
 
 def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
-    tp, pp, cp = (max(1, int(_number(row, name, 1))) for name in ("tp", "pp", "cp"))
-    gpus = int(_number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "")
-    dp = int(_number(row, "dp")) or max(1, gpus // (tp * pp * cp))
+    tp, pp, cp = (max(1, int(number(row, name, 1))) for name in ("tp", "pp", "cp"))
+    gpus = int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "")
+    dp = int(number(row, "dp")) or max(1, gpus // (tp * pp * cp))
     if gpus and dp * tp * pp * cp != gpus:
         dp = max(1, gpus // (tp * pp * cp))
     kind = (row.get("fsdp_or_zero") or "").strip()
     strategy = _STRATEGIES.get(kind, "zero1" if found.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp")
     if strategy == "ddp" and found.distributed_optimizer:
         strategy = "zero1"
-    groups = max(1, int(_number(row, "hsdp_replicate", 1)))
+    groups = max(1, int(number(row, "hsdp_replicate", 1)))
     if strategy in ("fsdp", "fsdp-grad-op") and groups > 1:
         strategy = "hybrid-shard"
     if strategy == "hybrid-shard" and dp % groups:
         raise ConfigError(f"hsdp_replicate = {groups} does not divide {dp} data-parallel ranks")
     sharded = strategy in ("fsdp", "fsdp-grad-op", "hybrid-shard")
-    virtual = max(1, int(_number(row, "vpp", 1)))
+    virtual = max(1, int(number(row, "vpp", 1)))
     # Of a row that is said to be sharded, and not over how many, it is found out on how many it fits.
-    known = gpus or int(_number(row, "dp")) or not kind
+    known = gpus or int(number(row, "dp")) or not kind
     if dp == 1 and not (sharded and (cp > 1 or not known)):
         strategy = "single"
     return Layout(
@@ -223,24 +226,24 @@ def _gpus_in_words(note: str) -> int:
 def _parameters(row: Mapping[str, str]) -> float:
     """Where no column has it, what the model's name says: ``LLaMA-13B``."""
     named = re.search(r"(\d{1,6}(?:\.\d+)?)\s*[bB]\b", row.get("model") or "")
-    return (_number(row, "n_params_b") or (float(named[1]) if named else 0.0)) * 1e9
+    return (number(row, "n_params_b") or (float(named[1]) if named else 0.0)) * 1e9
 
 
 def shape_of(row: Mapping[str, str]) -> Shape:
     """The model's sizes; what is missing follows from the number of parameters."""
     parameters = _parameters(row)
-    layers, dim = int(_number(row, "layers")), int(_number(row, "hidden"))
-    vocab = int(_number(row, "vocab")) or DEFAULT_VOCAB
+    layers, dim = int(number(row, "layers")), int(number(row, "hidden"))
+    vocab = int(number(row, "vocab")) or DEFAULT_VOCAB
     if not (dim and layers) and not parameters:
         raise ConfigError("neither n_params_b nor hidden and layers are given: the size of the model is not known")
     dim = dim or _usual_width(parameters)
-    hidden = int(_number(row, "ffn")) or 4 * dim
+    hidden = int(number(row, "ffn")) or 4 * dim
     gated = hidden != 4 * dim
-    heads = int(_number(row, "heads")) or _usual_heads(dim)
+    heads = int(number(row, "heads")) or _usual_heads(dim)
     if dim % heads:
         raise ConfigError(f"heads = {heads} does not divide hidden = {dim}")
     base = Shape(
-        vocab_size=vocab, dim=dim, layers=1, heads=heads, kv_heads=int(_number(row, "kv_heads")) or heads,
+        vocab_size=vocab, dim=dim, layers=1, heads=heads, kv_heads=int(number(row, "kv_heads")) or heads,
         hidden=hidden, gated=gated,
     )  # fmt: skip
     if not layers:

@@ -165,6 +165,8 @@ class _Search:
         ways = [way for degrees in _degrees(self.problem) for way in self._ways(*degrees)]
         ways.sort(key=lambda way: way.core.seconds)
         for way in ways:
+            if way.core.seconds > HOPELESS * min(self.fastest.values(), default=math.inf):
+                break
             self._shard(way)
         return self.found()
 
@@ -193,7 +195,6 @@ class _Search:
 
     def _shard(self, way: _Way) -> None:
         """The way with each kind of data parallelism, as far as it could win."""
-        hopeless = HOPELESS * min(self.fastest.values(), default=math.inf)
         open_layout, room = way.layout, self.problem.limit_gib - self._least_gib(way)
         for strategy, replicate, shard in _data_kinds(
             self.problem, open_layout.dp_replicate, open_layout.tp, open_layout.cp, open_layout.pp
@@ -201,7 +202,7 @@ class _Search:
             self.considered += 1
             kind = _family(open_layout, strategy)
             self.tried.add(kind)
-            if way.core.seconds > min((1 + SIMPLER) * self.fastest.get(kind, math.inf), hopeless):
+            if way.core.seconds > (1 + SIMPLER) * self.fastest.get(kind, math.inf):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
             if where in self.states and room < self.states[where]:
@@ -238,7 +239,8 @@ class _Search:
         for defer in self._reductions(layout, run):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
             step = time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
-            if known is not None and known.step_s <= step.step_s:
+            better = min((1 + SIMPLER) * self.fastest.get(kind, math.inf), known.step_s if known else math.inf)
+            if step.step_s >= better:
                 return
             need = memory.of_rank(problem.model, tried, run, None, problem.stack, self.kept)
             candidate = Candidate(tried, run, step, need)
@@ -341,7 +343,9 @@ def tensor_excluded(model: Decoder, tp: int) -> str:
 
 
 def _tensor_degrees(problem: Problem) -> list[int]:
-    """Inside a node only: the activations of every layer travel."""
+    """Inside a node only: the activations of every layer travel. The trainer does not split 8-bit layers."""
+    if problem.compute == "fp8":
+        return [1]
     along = problem.parallel.sequence_parallel
     return [
         tp
@@ -393,9 +397,7 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
 
 def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
     """Inside a node, or of whole nodes: other groups would lie across the border of one."""
+    if problem.world <= problem.gpus_per_node:
+        return []
     node = max(1, problem.gpus_per_node // inner)
-    return [
-        s
-        for s in divisors(data)
-        if 1 < s < data and problem.world > problem.gpus_per_node and (s % node == 0 or node % s == 0)
-    ]
+    return [s for s in divisors(data) if 1 < s < data and (s % node == 0 or node % s == 0)]

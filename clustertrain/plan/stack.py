@@ -51,15 +51,18 @@ class Stack:
     defer_reduction: bool = False  # reduces gradients once a step
     counts_causal: bool = False  # its tables' FLOPs: half of attention's scores
     dropout: float = 0.0  # of its usual recipes
-    traffic: float = 1.3  # the median of the eager ones that were measured
+    traffic: float = 1.4  # the median of the eager ones that were measured
     host_s: float = 0.6e-3
+    flash: float = 0.49  # the rate of its attention kernel, of its 16-bit matmuls'
     tp_hidden: float = 0.0
     overlaps: bool = True
     fragmentation: float = 0.05  # of the allocator: reserved over allocated
 
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
-CLUSTERTRAIN = Stack(name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, traffic=2.83)
+CLUSTERTRAIN = Stack(
+    name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, traffic=2.95, flash=0.48
+)
 
 # bf16 weights, fp32 gradients, fp32 master weights and moments: 18 bytes (Megatron-LM, docs of its distributed
 # optimizer).
@@ -72,11 +75,11 @@ _OLD_MEGATRON = replace(
 # constants of plan/compute.py.
 STACKS: tuple[Stack, ...] = (
     # AdamW without fused kernels makes two lists of temporaries.
-    Stack(name="transformers", words=r"QwenLM", update_bytes=8, traffic=1.35, host_s=4.0e-3),
+    Stack(name="transformers", words=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),
     replace(
         _MEGATRON, name="megatron-bridge", words=r"Megatron-Bridge|Megatron-LM (examples|README)",
         distributed_optimizer=True, grad_bytes=2, reduce_bytes=2, regathers=True, fused_mlp=True, keeps_fp8=True,
-        logit_bytes=8, counts_causal=True, traffic=0.45, host_s=0.0, tp_hidden=0.79,
+        logit_bytes=8, counts_causal=True, traffic=0.6, flash=0.87, host_s=0.0, tp_hidden=0.72,
     ),
     # 16-bit weights and gradients; fp32 master weights, moments and, of its share, gradients (arXiv 1910.02054;
     # runtime/zero/stage_1_and_2.py). Its buckets are 5e8 elements by default.
@@ -85,21 +88,21 @@ STACKS: tuple[Stack, ...] = (
         optimizer_bytes=16, reduce_bytes=2, buffers_gib=2.0, offloads_weights=False, host_s=1.5e-3,
     ),
     replace(
-        _OLD_MEGATRON, name="megatron-lm", words=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.72
+        _OLD_MEGATRON, name="megatron-lm", words=r"SC21|2205\.05198|Korthikanti|MT-NLG|alpa|OPT paper", traffic=0.8
     ),
     # DeepSpeed's ZeRO-1 under Megatron's model.
     replace(
         _OLD_MEGATRON, name="megatron-deepspeed", words=r"bigscience", grad_bytes=2, reduce_bytes=2,
         optimizer_bytes=16, buffers_gib=3.5, traffic=3.4,
     ),
-    replace(_OLD_MEGATRON, name="vtrain", words=r"vTrain", traffic=0.62, host_s=0.8e-3, overlaps=True),
+    replace(_OLD_MEGATRON, name="vtrain", words=r"vTrain", traffic=0.45, host_s=0.71e-3, overlaps=True),
     replace(_MEGATRON, name="megatron-llama", words=r"Megatron-LLaMA", regathers=True, sequence_parallel=False),
     # Its step makes fp32 gradients, and torch's AdamW two lists of temporaries (internlm/solver/optimizer).
     replace(_MEGATRON, name="internevo", words=r"InternEvo", grad_bytes=2, reduce_bytes=2, update_bytes=12),
-    replace(_MEGATRON, name="nanotron", words=r"nanotron", traffic=1.23),
+    replace(_MEGATRON, name="nanotron", words=r"nanotron", traffic=1.34, flash=0.6),
     # Its default loss works in place on 16-bit logits (flash-attn's fused cross-entropy).
-    Stack(name="composer", words=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=1.09),
-    Stack(name="torchtitan", words=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.83),
+    Stack(name="composer", words=r"llm-foundry", reduce_bytes=2, logit_bytes=4, traffic=0.92, flash=0.43),
+    Stack(name="torchtitan", words=r"torchtitan|float8 and FSDP2", repeats_kv=True, traffic=2.95, flash=0.48),
     Stack(
         name="litgpt", words=r"litgpt", weight_bytes=2, grad_bytes=2, optimizer_bytes=4, reduce_bytes=2,
         plain_norms=True,

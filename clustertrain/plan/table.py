@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import compute, memory, rows, time
+from clustertrain.plan import compute, memory, rows, search, time
 from clustertrain.plan.compute import FITTED, Constants
 from clustertrain.plan.decoder import attention_flops, matmul_parameters
 from clustertrain.plan.memory import GIB, Memory
@@ -20,10 +20,14 @@ CONTEXT_GIB = memory.CONTEXT_BYTES / GIB
 # From the least that is redone; what a row does not state takes the first that fits.
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+LONG = 16_384  # tokens: up to here nobody splits sequences
+CALIBRATES = "sets the factor of its source"
+NEEDED = ("gpu", "seq", "n_gpus")  # every other column may be missing, as its cells may be empty
 COLUMNS = ("pred_tokens_per_s_per_gpu", "pred_tflops_per_gpu", "pred_peak_mem_gib", "pred_fits", "pred_note")
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
     """Of one row. ``peak_mem_gib`` is counted as the row's own note says: by the allocator, reserved (where nothing is
     said), or by nvidia-smi. ``fits``: what the whole device needs is at most its memory. ``note``: what was taken for
     an empty cell, or why there is no prediction."""
@@ -34,19 +38,77 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None = None
     note: str = ""
 
+    def values(self) -> tuple[float | bool | str | None, ...]:
+        """In the order of ``COLUMNS``."""
+        return self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib, self.fits, self.note
+
     def cells(self) -> tuple[str, ...]:
+        """The same as text; an empty cell where there is nothing."""
         numbers = (self.tokens_per_s_per_gpu, self.tflops_per_gpu, self.peak_mem_gib)
         fits = "" if self.fits is None else "yes" if self.fits else "no"
         return (*("" if n is None else f"{n:.4g}" if n < 1000 else f"{n:.0f}" for n in numbers), fits, self.note)
 
 
-def predict(table: list[Mapping[str, str]], constants: Constants = FITTED) -> Iterator[Prediction]:
-    """One prediction a row, in the order of the rows; never an exception for a bad row."""
-    for row in table:
-        try:
-            yield of_row(row, constants)
-        except ConfigError as e:
-            yield Prediction(note=f"not predicted: {e}")
+def predict(table: Sequence[Mapping[str, str]], *, calibrate: bool = False) -> list[Prediction]:
+    """One prediction a row, in the order of the rows; never an exception for a bad row.
+
+    ``calibrate``: of the rows of a source that have a measured throughput the middle one sets a factor for the others,
+    as one measured run does for a cluster. Its own prediction is then its measurement, and its note says so.
+    """
+    found = [_or_note(row) for row in table]
+    if not calibrate:
+        return found
+    measured: dict[str, list[int]] = {}
+    for at, (row, prediction) in enumerate(zip(table, found, strict=True)):
+        if _measured_ratio(row, prediction) is not None:
+            measured.setdefault(row.get("source") or "", []).append(at)
+    setting = {source: rows_of[len(rows_of) // 2] for source, rows_of in measured.items()}
+    factors = {source: _measured_ratio(table[at], found[at]) or 1.0 for source, at in setting.items()}
+    for at in setting.values():
+        found[at] = replace(found[at], note="; ".join([*filter(None, [found[at].note]), CALIBRATES]))
+    return [_scaled(p, factors.get(row.get("source") or "", 1.0)) for row, p in zip(table, found, strict=True)]
+
+
+def _or_note(row: Mapping[str, str]) -> Prediction:
+    try:
+        return of_row(row)
+    except ConfigError as e:
+        return Prediction(note=f"not predicted: {e}")
+
+
+def _measured_ratio(row: Mapping[str, str], found: Prediction) -> float | None:
+    """Measured over predicted throughput, from the first of tokens, TFLOP/s and MFU that the row has; None where it has
+    neither, or what is no number."""
+    try:
+        measured, predicted = measured_throughput(row, found)
+    except ConfigError:
+        return None
+    return measured / predicted if measured and predicted else None
+
+
+def measured_throughput(row: Mapping[str, str], found: Prediction) -> tuple[float | None, float | None]:
+    """(measured, predicted) in the row's own unit: tokens/s, else TFLOP/s, else TFLOP/s from an MFU of the 16-bit peak.
+
+    Raises:
+        ConfigError: a cell is no number.
+    """
+    if tokens := rows.number(row, "tokens_per_s_per_gpu"):
+        return tokens, found.tokens_per_s_per_gpu
+    if tflops := rows.number(row, "tflops_per_gpu"):
+        return tflops, found.tflops_per_gpu
+    if mfu := rows.number(row, "mfu_pct"):
+        return mfu / 100 * rows.gpu_of(row).tflops, found.tflops_per_gpu
+    return None, None
+
+
+def _scaled(found: Prediction, factor: float) -> Prediction:
+    if factor == 1.0 or found.tokens_per_s_per_gpu is None or found.tflops_per_gpu is None:
+        return found
+    return replace(
+        found,
+        tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * factor,
+        tflops_per_gpu=found.tflops_per_gpu * factor,
+    )
 
 
 def of_row(row: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
@@ -63,6 +125,11 @@ def of_row(row: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
         fits=device_gib(chosen, peak) <= chosen.capacity_gib,
         note="; ".join(said),
     )
+
+
+def completed(row: Mapping[str, str]) -> Row:
+    """The row with defaults for what it leaves open. Raises ConfigError as :func:`of_row`."""
+    return _filled(rows.read(row), FITTED)[0]
 
 
 def step_of(row: Row, constants: Constants = FITTED) -> Step:
@@ -125,6 +192,9 @@ def flops_per_token(row: Row, note: str) -> float:
 def _filled(row: Row, constants: Constants) -> tuple[Row, list[str]]:
     """The row with what it leaves open, and the words for it."""
     said: list[str] = []
+    if not row.stated and row.gpus:
+        row, words = _with_layout(row)
+        said.append(words)
     if not row.gpus and row.layout.sharded:
         row = _with_gpus(row)
         said.append(f"n_gpus is not stated: {row.layout.world_size}, the fewest on 1, 2, 4 ... nodes on which it fits")
@@ -139,6 +209,38 @@ def _filled(row: Row, constants: Constants) -> tuple[Row, list[str]]:
         row, words = _with_micro_batch(row, constants)
         said.append(words)
     return row, said
+
+
+def _with_layout(row: Row) -> tuple[Row, str]:
+    """Raises ConfigError: no layout of so many GPUs has room for the model."""
+    problem = search.Problem(
+        model=row.shape,
+        world=row.gpus,
+        gpus_per_node=row.gpus_per_node,
+        seq_len=row.seq_len,
+        global_batch=row.global_batch or row.gpus * max(1, row.micro_batch),
+        compute=row.pass_of().compute,
+        parallel=rows.RING,
+        machine=time.Machine(row.network, compute.rates(row.gpu, row.precision)),
+        stack=row.stack,
+        limit_gib=memory.SAFE_FRACTION * row.capacity_gib,
+        wanted=search.Wanted(
+            micro_batch=row.micro_batch,
+            recompute=row.recompute if row.recompute == "full" else "",
+            cp=1 if row.seq_len <= LONG else 0,
+        ),
+    )
+    best = search.search(problem).best
+    if best is None:
+        raise ConfigError(f"the layout is not stated, and none of {row.gpus} GPUs has room for the model")
+    chosen = replace(
+        row,
+        layout=best.layout,
+        micro_batch=best.run.micro_batch,
+        recompute=row.recompute or best.layout.activation_checkpointing,
+        global_batch=problem.global_batch,
+    )
+    return chosen, f"the layout is not stated: {best.layout.words()}, what a search finds"
 
 
 def _with_gpus(row: Row) -> Row:

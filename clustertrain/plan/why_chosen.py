@@ -137,6 +137,8 @@ def excluded(problem: Problem, kind: str) -> str:
 
 
 def _no_tensor(problem: Problem) -> str:
+    if problem.compute == "fp8":
+        return "8-bit layers are not split over ranks"
     if problem.gpus_per_node == 1:
         return "tp stays inside a node, and these have 1 GPU"
     for tp in (n for n in range(2, problem.gpus_per_node + 1) if problem.gpus_per_node % n == 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain import fsio
-from clustertrain.plan.layout import Layout
-from clustertrain.report.terminal import Glyphs, duration, meter
+from clustertrain.plan.layout import Layout, counted
+from clustertrain.report.prediction import Pair, Prediction
+from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def steps_of(seen: Look) -> str:
     return f"{seen.step}/{seen.total_steps}" if seen.total_steps else str(seen.step)
 
 
-def render(seen: Look, signs: Glyphs) -> RenderableType:
+def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row("run", Text(seen.run.id, style="bold"))
     head.add_row("state", styled(seen.state))
@@ -74,7 +75,8 @@ def render(seen: Look, signs: Glyphs) -> RenderableType:
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    return Group(head, Text(), _attempts(seen), Text(), _goodput(seen.goodput, signs))
+    parts = [head, _attempts(seen), *predicted(prediction, signs), _goodput(seen.goodput, signs)]
+    return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
 def _layout_of(run: RunDir) -> str:
@@ -106,6 +108,32 @@ def _attempts(seen: Look) -> RenderableType:
     # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
     reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]
     return Group(table, *([Text(), *reasons] if reasons else []))
+
+
+def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
+    """A row for what was predicted or measured; nothing where that is nothing at all."""
+    rows: list[tuple[str, Pair, Callable[[float], str]]] = [
+        ("step", found.step_s, brief_time),
+        ("tokens/s a rank", found.tokens_per_s_per_gpu, lambda v: f"{v:,.0f}"),
+        ("GPU memory in use", found.peak_gib, lambda v: f"{v:.1f} GiB"),
+        ("of it by torch", found.allocated_gib, lambda v: f"{v:.1f} GiB"),
+    ]
+    rows = [row for row in rows if row[1].predicted is not None or row[1].measured is not None]
+    if not rows:
+        return []
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, pair, shown in rows:
+        values = [signs.dash if v is None else shown(v) for v in (pair.predicted, pair.measured)]
+        table.add_row(name, *values, number(pair.ratio, signs, 2))
+    steps = f" (median of {counted(found.steps, 'step')})" if found.steps else ""
+    parts: list[RenderableType] = [Text(f"The plan and the run{steps}", style="bold"), table]
+    if found.other_attempts:
+        which = f"attempt{'s' * (len(found.other_attempts) > 1)} {', '.join(map(str, found.other_attempts))}"
+        parts.append(Text(f"not counted: {which}, on another number of ranks than the plan's"))
+    return [Group(*parts)]
 
 
 def _goodput(parts: Goodput, signs: Glyphs) -> RenderableType:

@@ -140,6 +140,14 @@ def duration(seconds: float) -> str:
     return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
+def brief_time(seconds: float) -> str:
+    """``0.43 ms``, ``412 ms``, ``4.12 s``, ``61.2 s``, ``1440 s``: the time of a step, which :func:`duration` would
+    round away."""
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1000, "ms")
+    places = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{places}f} {unit}"
+
+
 def moment(t: float) -> str:
     """UTC epoch seconds as ``2026-01-31 12:00:05 CET``, in the reader's own time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(t))

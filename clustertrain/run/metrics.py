@@ -1,7 +1,8 @@
 """Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
 
 Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s), and any of ``loss``, ``lr``, ``grad_norm``, ``step_s``,
-``tokens_per_s``, ``data_wait_s`` and what the user logs.
+``tokens_per_s``, ``data_wait_s`` and what the user logs; every ``log_every`` steps on a GPU ``peak_allocated_gib`` of
+rank 0.
 """
 
 from __future__ import annotations

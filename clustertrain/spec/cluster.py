@@ -11,6 +11,8 @@ import msgspec
 
 from clustertrain import settings
 from clustertrain.errors import ConfigError
+from clustertrain.spec import fabrics
+from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.job import Device
 from clustertrain.spec.node import NodeFacts
 from clustertrain.spec.ranges import positive
@@ -57,16 +59,23 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpus_per_node: int = 0  # that a node has; 0: not known
     gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
     cpus_per_gpu: int = 0
+    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (spec/fabrics.py); "": as the GPU type comes
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}
     measured: Measured | None = None
+    # Measured over predicted step time of a run of yours, as ``status`` shows it: scales every prediction.
+    calibration: float = 1.0
+    gpu: GpuType | None = None  # a type that the catalogue lacks; its name is what --gpu-type says
     node: NodeFacts | None = None  # what its nodes are made of; all alike, as far as the settings of NCCL go
 
     def __post_init__(self) -> None:
         if self.grace_s is not None:
             positive("grace_s", self.grace_s)
         positive("signal_lead_s", self.signal_lead_s)
+        positive("calibration", self.calibration)
+        if self.fabric:
+            fabrics.node_gb_s(self.fabric)
         if self.gpus_per_node < 0:
             raise ValueError(f"gpus_per_node = {self.gpus_per_node}: must be 0 (not known) or more")
         if self.python and not self.python.startswith("/"):

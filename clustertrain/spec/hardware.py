@@ -10,7 +10,7 @@ import re
 import msgspec
 
 
-class GpuType(msgspec.Struct, frozen=True, kw_only=True):
+class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen.
 
     The rates are the vendor's dense ones, without sparsity, in TFLOP/s (1e12); 0: there is no such unit. ``tflops``:
@@ -22,7 +22,7 @@ class GpuType(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     memory_gib: float
-    source: str
+    source: str = "the cluster profile"
     tflops: float = 0.0
     fp8_tflops: float = 0.0
     fp4_tflops: float = 0.0

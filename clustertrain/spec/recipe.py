@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -137,6 +138,7 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """AdamW; no weight decay on norms, biases and embeddings."""
 
     lr: float = 3e-4
+    lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -147,6 +149,8 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         positive("eps", self.eps)
         for beta in self.betas:
             within("betas", beta, 0.0, 0.999999)
+        if self.lr_batch < 0:
+            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")
 
@@ -276,6 +280,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def data_kind(self) -> DataKind:
         """Never auto."""
         return LEARNS_FROM[self.model.kind] if self.data.kind == "auto" else self.data.kind
+
+    @property
+    def data_path(self) -> Path | None:
+        """The file or folder that the data is read from; None: it needs none."""
+        built_in = "shapes" if self.data_kind == "images" else "stdlib"
+        return None if self.data.path in ("", built_in) else Path(self.data.path).expanduser()
 
     @property
     def tokens_per_sample(self) -> int:

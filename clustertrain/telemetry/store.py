@@ -7,6 +7,7 @@ change, not with every sample. Only this module knows the format.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,3 +167,25 @@ def read(folder: Path) -> Iterator[Record]:
                 continue
             newest = record.d
         yield record
+
+
+def newest(folder: Path, size: int = 1 << 16) -> list[Header | Sample]:
+    """The first header, and the headers and samples in the last ``size`` bytes after it; none where nothing was
+    written."""
+    try:
+        with path_of(folder).open("rb") as f:
+            first = f.readline()
+            f.seek(max(f.tell(), f.seek(0, os.SEEK_END) - size))
+            lines = [first, *f.read().splitlines()]
+    except FileNotFoundError:
+        return []
+    decode = msgspec.json.Decoder(Record).decode
+    found: list[Header | Sample] = []
+    for line in lines:
+        try:
+            record = decode(line)
+        except msgspec.DecodeError:
+            continue
+        if isinstance(record, (Header, Sample)):
+            found.append(record)
+    return found

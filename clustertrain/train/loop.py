@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
 from clustertrain.train import optim, schedule
+from clustertrain.train.data import Loader
 from clustertrain.train.models import task
-from clustertrain.train.session import session
+from clustertrain.train.session import Session, session
+from clustertrain.train.step import Loss, Stepped
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a recipe trains with, in a session."""
+
+    session: Session
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Loader
+    loss: Loss
+    clip_norm: float
+
+    def step(self) -> Stepped:
+        """One optimizer step over the next global batch."""
+        return self.session.train_step(next(self.data), self.loss, clip_norm=self.clip_norm)
+
+
+def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
+    """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
+    what = task(recipe)
+    model = s.parallelize(what.model)
+    groups = optim.decay_groups(model, recipe.optim.weight_decay)
+    optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, s.device))
+    data = s.loader(
+        what.dataset,
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        workers=recipe.data.workers,
+        ragged=True,
+    )
+    return Trainer(s, model, optimizer, data, what.loss, recipe.optim.clip_norm)
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
-    """Train to ``recipe.train.steps``. ``batch`` is the plan's split of the global batch."""
+    """Train to ``recipe.train.steps``."""
     total = recipe.train.steps
     warmup = schedule.warmup_steps(recipe.schedule, total)
     with session() as s:
-        what = task(recipe)
-        model = s.parallelize(what.model)
-        groups = optim.decay_groups(model, recipe.optim.weight_decay)
-        optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, s.device))
-        data = s.loader(
-            what.dataset,
-            global_batch=batch.global_batch,
-            micro_batch=batch.micro_batch,
-            workers=recipe.data.workers,
-            ragged=True,
-        )
+        t = trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        state = {"model": model, "optimizer": optimizer, "data": data}
+        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data}
         for step in s.steps(total, state, checkpoint_every=recipe.checkpoint.every, keep=recipe.checkpoint.keep):
             lr = schedule.warmup_cosine(
                 step + 1, total, peak=recipe.optim.lr, warmup=warmup, floor=recipe.schedule.floor
             )
-            for group in optimizer.param_groups:
+            for group in t.optimizer.param_groups:
                 group["lr"] = lr
-            done = s.train_step(next(data), what.loss, clip_norm=recipe.optim.clip_norm)
+            done = t.step()
             s.log(loss=done.loss, lr=lr, grad_norm=done.grad_norm)

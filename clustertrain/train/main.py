@@ -12,7 +12,7 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clustertrain import settings
@@ -77,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["train"]:
         words = words[1:]
+    return as_rank(lambda run: _work(run, words))
+
+
+def as_rank(work: Callable[[RunDir | None], None]) -> int:
+    """Do ``work`` for the run that the environment names, with the rank's log and its result record around it. Returns
+    the exit code as :func:`main`."""
     folder = os.environ.get(settings.RUN_DIR)
     run = RunDir(Path(folder)) if folder else None
     if run is not None:
@@ -90,21 +96,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     result.current().defer()
     try:
-        return _attempt(run, words)
+        return _attempt(run, work)
     finally:
         # A third of a rank's exit, a second of processor time, would go into collecting what dies with the process
         # anyway; after a warning that second belongs to the grace time.
         gc.freeze()
 
 
-def _attempt(run: RunDir | None, words: Sequence[str]) -> int:
-    """Run the script; its ending is on record when this returns."""
+def _attempt(run: RunDir | None, work: Callable[[RunDir | None], None]) -> int:
+    """Do the work; its ending is on record when this returns."""
     from clustertrain.train import result
 
     try:
         if run is not None:
             open_run(run.path)
-        _work(run, words)
+        work(run)
     except SystemExit as e:
         if not e.code or result.current().ending == "stopped":
             return _done()

@@ -33,20 +33,28 @@ class Task:
     loss: Loss
 
 
-def task(recipe: Recipe) -> Task:
+def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
     """The task of ``recipe``.
+
+    Args:
+        to_look_at: nothing will fill the model, so it is on the meta device wherever it can be built there.
 
     Raises:
         ConfigError: model and data do not fit each other, or one of them is not there.
     """
     spec = recipe.model
-    model = entry(spec) if spec.entry else _built_in(spec)
+    made = model(spec, to_look_at=to_look_at)
     dataset = _dataset(recipe)
     if spec.kind == "convnet":
         _check_images(dataset, spec.convnet, recipe.data)
-    own = getattr(model, "loss", None) if spec.entry else None
+    own = getattr(made, "loss", None) if spec.entry else None
     loss: Loss = losses.contrastive if spec.kind == "two-tower" else losses.cross_entropy
-    return Task(model, dataset, own if callable(own) else loss)
+    return Task(made, dataset, own if callable(own) else loss)
+
+
+def model(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
+    """Raises as :func:`task`."""
+    return entry(spec, to_look_at=to_look_at) if spec.entry else _built_in(spec)
 
 
 def _built_in(spec: ModelSpec) -> nn.Module:
@@ -71,9 +79,9 @@ def _check_images(dataset: Any, spec: ConvnetSpec, data: DataSpec) -> None:
         )
 
 
-def entry(spec: ModelSpec) -> nn.Module:
-    """The module that ``model.entry`` makes of ``model.args``: on the meta device if it has ``init_parameter``, else on
-    the CPU, with the values that it gives itself.
+def entry(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
+    """The module that ``model.entry`` makes of ``model.args``: on the meta device if it has ``init_parameter`` (or
+    nobody wants its values), else on the CPU, with the values that it gives itself.
 
     Raises:
         ConfigError: there is no such function, it does not take the arguments, or what it returns is no module.
@@ -93,7 +101,7 @@ def entry(spec: ModelSpec) -> nn.Module:
             f"model.entry = {spec.entry!r} returned {type(model).__name__}", fix="return a torch.nn.Module"
         )
     on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    if on_meta and not callable(getattr(model, "init_parameter", None)):
+    if on_meta and not to_look_at and not callable(getattr(model, "init_parameter", None)):
         made: nn.Module = make(**spec.args)
         return made
     return model

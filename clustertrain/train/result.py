@@ -15,6 +15,7 @@ import torch.distributed as dist
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
+from clustertrain.train.memory import peak_allocated_gib
 
 Ending = Literal["completed", "stopped", "failed"]
 Kind = Literal["user_error", "communication", "hang", "out_of_memory", "environment", "device", "storage"]
@@ -70,6 +71,7 @@ class RankResult:
         self.ending: Ending | None = None
         self.step = 0
         self.committed_step: int | None = None
+        self.device = torch.device("cpu")
 
     def defer(self) -> None:
         """Promise to call :meth:`completed` when the script has returned, so that leaving a session does not."""
@@ -118,6 +120,7 @@ class RankResult:
                 "exit_code": exit_code,
                 "kind": kind,
                 "error": error,
+                "peak_allocated_gib": peak_allocated_gib(self.device),
             },
         )
 

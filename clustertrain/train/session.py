@@ -21,6 +21,7 @@ from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
+from clustertrain.train.memory import peak_allocated_gib
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
@@ -90,7 +91,7 @@ class Session:
         )
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
-        self.device = context.device
+        self.device = self._result.device = context.device
         self.mesh = self._groups.mesh
         recipe_seed = context.spec.recipe.train.seed if context.spec else DEFAULT_SEED
         self.seed = recipe_seed if self._asked_seed is None else self._asked_seed
@@ -104,9 +105,10 @@ class Session:
         seeds.seed_all(self.seed)  # the same on all ranks, so that a model built now is
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
+        self._log_every = context.spec.recipe.train.log_every if context.spec else 0
         self._metrics = Metrics(
             context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None,
-            context.spec.recipe.train.log_every if context.spec else 0,
+            self._log_every,
         )
         self._event(
             "session_started",
@@ -416,6 +418,8 @@ class Session:
             plain["tokens_per_s"] = self.tokens_per_step / step_s
         if self._loaders:
             plain["data_wait_s"] = sum(loader.wait_s for loader in self._loaders)
+        if self._log_every and self.step % self._log_every == 0 and self.device.type == "cuda":
+            plain["peak_allocated_gib"] = peak_allocated_gib(self.device)
         self._metrics.put(plain, self._logged)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total)

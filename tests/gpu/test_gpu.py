@@ -101,6 +101,11 @@ def test_a_preempted_run_resumes_and_completes(preempted: dict[str, Any]) -> Non
     assert (second["first_step"], second["last_step"]) == (first["last_step"] + 1, STEPS)
     plan = json.loads((Path(preempted["run_dir"]) / "plan.json").read_text())
     assert (plan["device"], plan["precision"]) == (DEVICE, "bf16")
+    beside = preempted["prediction"]
+    assert beside["attempts"] == [1, 2] and beside["steps"] > STEPS - 100
+    # NVML sees what the allocator gives out, and more: its reserve, and the CUDA context.
+    assert 0 < beside["allocated_gib"]["measured"] < beside["peak_gib"]["measured"]
+    assert 0 < beside["allocated_gib"]["predicted"] < beside["peak_gib"]["predicted"]
 
 
 def test_it_ends_with_the_same_bits_as_an_uninterrupted_one(home: Path, preempted: dict[str, Any]) -> None:
@@ -239,3 +244,35 @@ def test_offload_trains_as_without(tmp_path: Path) -> None:
     assert list(there) == list(here) == list(range(1, 9))
     for step, pair in there.items():
         assert here[step] == pytest.approx(pair, rel=1e-4), f"step {step}"
+
+
+# 7.5 GB of logits, in all their copies, a sequence: a few doublings end the memory of any GPU.
+LOGITS = """
+[job]
+backend = "local"
+device = "{device}"
+[model]
+dim = 128
+layers = 1
+vocab_size = 131072
+[data]
+seq_len = 4096
+max_bytes = 2_000_000
+[train]
+global_batch = 64
+precision = "bf16"
+"""
+
+
+def test_the_search_for_a_micro_batch_ends_where_memory_does(home: Path) -> None:
+    recipe = home / "logits.toml"
+    recipe.write_text(LOGITS.format(device=DEVICE))
+    found = _command(_environ(home), "plan", "--find-micro-batch", "--json", str(recipe))
+    rows = {row["micro_batch"]: row for row in found["trials"]}
+    assert [row["fits"] for row in rows.values()] == [True] * (len(rows) - 1) + [False]
+    peaks = [row["peak_gib"] for row in rows.values() if row["fits"]]
+    assert 4 < peaks[0] <= peaks[-1]
+    for row in rows.values():
+        if row["fits"]:
+            assert row["allocated_gib"] < row["peak_gib"] < 0.8 * row["capacity_gib"]
+    assert rows[found["advised"]]["fits"] and found["error"] is None

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from clustertrain import clock, fsio
+from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
@@ -63,6 +65,15 @@ def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callab
     assert run.endings() == ["preempted", "preempted", "completed"]
     assert runs.resumed_where_they_stopped(status)
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+    beside = run.status()["prediction"]
+    # The medians over what all three attempts did after their first steps; two ranks share the tokens of a step.
+    assert beside["attempts"] == [1, 2, 3] and 60 < beside["steps"] < 120
+    rows = [r["step_s"] for r in metrics.read(RunDir(run.path))]
+    assert min(rows) <= beside["step_s"]["measured"] <= max(rows)
+    tokens_per_step = (fsio.read_json(run.path / "plan.json") or {})["batch"]["tokens_per_step"]
+    of_a_rank = beside["tokens_per_s_per_gpu"]["measured"] * beside["step_s"]["measured"]
+    assert of_a_rank == pytest.approx(tokens_per_step / 2, rel=0.05)
+    assert beside["step_s"]["predicted"] is None and beside["peak_gib"] == {"predicted": None, "measured": None}
     goodput = status["goodput"]
     parts = [v for k, v in goodput.items() if k not in ("wall_s", "ratio")]
     assert sum(parts) == pytest.approx(goodput["wall_s"])

@@ -256,3 +256,60 @@ def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() 
             [sys.executable, "-c", code.format(arg=arg)], capture_output=True, text=True, check=True
         )  # fmt: skip
         assert done.stderr.splitlines()[-1] == loaded
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "not inside an allocation"),
+        ({"SLURM_JOB_ID": "7"}, "not on one of its nodes"),
+    ],
+)
+def test_trials_need_a_node_of_an_allocation(
+    environ: dict[str, str],
+    said: str,
+    type_: Type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert type_("plan", "--find-micro-batch", "--gpus", "2") == 78
+    assert said in capsys.readouterr().err
+
+
+def test_trials_are_refused_where_they_would_stand_for_nothing(
+    type_: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert type_("plan", "--find-micro-batch", "--nodes", "2", "--gpus", "2", "--layout", "fsdp") == 78
+    assert "fsdp is for 4 ranks, and 2 can be started here" in capsys.readouterr().err
+    assert type_("plan", "--find-micro-batch", "--gpus", "2", "--set", "train.global_batch=3") == 78
+    assert "3 / 2 = 1.5" in capsys.readouterr().err
+    Path("train.py").write_text("")
+    assert type_("plan", "--find-micro-batch", "train.py") == 2
+    assert "a script has its own" in capsys.readouterr().err
+    assert type_("plan", "--find-micro-batch", "--backend", "local", "--set", "data.path=/no/such") == 78
+    assert "data.path = '/no/such'" in capsys.readouterr().err
+
+
+def test_data_that_is_not_there_is_refused_here_and_noted_on_a_cluster(
+    type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--set", "data.path=texts"]
+    assert type_("submit", "--backend", "local", *words) == 78
+    assert f"data.path = '{tmp_path / 'work' / 'texts'}': no such file" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+    assert type_("submit", *words) == 0
+    assert "note: data.path" in capsys.readouterr().err
+    Path("texts").mkdir()
+    assert type_("submit", "--json", *words) == 0
+    shown = capsys.readouterr()
+    assert "data.path" not in shown.err
+    assert f'path = "{tmp_path / "work" / "texts"}"' in Path(json.loads(shown.out)["run_dir"], "spec.toml").read_text()
+
+
+def test_counting_and_not_counting_exclude_each_other(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("plan", "--trace-memory", "--no-count-model") == 2
+    assert "choose one" in capsys.readouterr().err

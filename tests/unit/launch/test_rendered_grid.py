@@ -15,6 +15,7 @@ import pytest
 from tests.script_grid import cases, covering
 from tests.script_grid.cases import Scripts
 
+pytestmark = pytest.mark.long
 # Enough of Slurm to be chosen; the interpreter's start of tests/fake_slurm, hundreds of times, would be seconds.
 ANSWERS = {"sbatch": "echo slurm-wlm 22.05.8", "scontrol": "exit 1"}
 

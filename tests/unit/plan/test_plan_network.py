@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.plan import network
-from clustertrain.plan.machine import machine_of
+from clustertrain.plan.machine import SMALLER, machine_of
 from clustertrain.plan.network import Network
 from clustertrain.spec import hardware
 from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.hardware import GpuType
 
-LARGE = 1 << 30  # bytes, beside which latency does not count
+LARGE = 1 << 36  # bytes, beside which latency does not count
 
 
 def gpu(name: str) -> GpuType:
@@ -79,7 +79,7 @@ def test_measured_rates_replace_those_of_the_catalogue() -> None:
     )
     profile = ClusterProfile(measured=measured)
     found, book = (machine_of(gpu("h100"), 8, "bf16", p) for p in (profile, ClusterProfile()))
-    assert (found.network.link, found.network.fabric) == (111e9, 7e9)
+    assert (found.network.link, found.network.fabric) == (111e9 * SMALLER, 7e9 * SMALLER)
     assert (
         found.rates.matmul == found.rates.half < 300e12 < book.rates.matmul
     )  # below: a step is hotter than one matmul

@@ -1,0 +1,226 @@
+"""``plan --find-micro-batch``: short trials of the trainer's own step with growing micro-batches, on this machine.
+
+Each trial is a fresh torchrun in a scratch run directory, so that it goes through the code of a real run and an error
+in one does not spoil the next. What to try and what it says is decided in :mod:`clustertrain.plan.trials`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from clustertrain import clock, fsio, proc, settings
+from clustertrain.agent import rendezvous, torchrun
+from clustertrain.agent.results import NodeResult, judge, read_ranks
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.launch import code
+from clustertrain.launch.network import interface_towards
+from clustertrain.launch.request import Prepared
+from clustertrain.launch.submit import check_data, spec_text
+from clustertrain.plan import trials
+from clustertrain.plan.given import ASSUMED_CPU_GIB
+from clustertrain.plan.layout import Batch
+from clustertrain.plan.memory import GIB
+from clustertrain.plan.trials import Measured, Search, Trial
+from clustertrain.run.folder import RunDir
+
+POLL_S = 0.1
+TRIAL_TIMEOUT_S = 900.0
+_HERE = "127.0.0.1"
+# NCCL and cuBLAS say it in words of their own, under errors of another kind.
+_MEMORY = ("out of memory", "cublas_status_alloc_failed")
+_FIRST_WAS_KILLED = re.compile(r"Root Cause.*?exitcode\s*: -9\b", re.DOTALL)
+
+
+@dataclass
+class Found:
+    """``stands_for`` says how the trials relate to the plan; ``failed`` is the error, not one of memory, that ended the
+    search early."""
+
+    stands_for: str
+    trials: list[Trial] = field(default_factory=list)
+    failed: ClusterTrainError | None = None
+
+    @property
+    def advised(self) -> Trial | None:
+        return trials.advised(self.trials)
+
+
+def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Found:
+    """Try growing micro-batches on the ranks of this machine. Ends all processes that it has started, also on Ctrl-C,
+    SIGTERM and SIGHUP, which leave as KeyboardInterrupt.
+
+    Args:
+        tell: is given a line whenever there is something to say; trials take seconds to minutes each.
+
+    Raises:
+        UsageError, ConfigError: before the first trial: a script, no allocation here, no data, a layout that this
+            machine's ranks cannot stand for.
+    """
+    spec, chosen = prepared.spec, prepared.plan
+    ranks = _ranks_here(prepared, environ)
+    search, words = trials.search(chosen, spec.recipe, ranks)
+    note = check_data(prepared)
+    if note:
+        tell(f"note: {note}")
+    found = Found(words)
+    tell(f"on {words}")
+    with _interruptible():
+        while (micro_batch := search.following(found.trials)) is not None:
+            tell(f"micro_batch {micro_batch} ...")
+            split = search.batch(micro_batch, spec.recipe.tokens_per_sample)
+            try:
+                found.trials.append(_try(prepared, search, split, environ))
+                tell(f"  {found.trials[-1].outcome}")
+            except ClusterTrainError as e:
+                found.failed = e
+                break
+    return found
+
+
+def _ranks_here(prepared: Prepared, environ: Mapping[str, str]) -> int:
+    """How many ranks of the plan this machine has.
+
+    Raises:
+        UsageError: the model is a script's.
+        EnvironmentNotFit: this is no node of an allocation.
+    """
+    job = prepared.spec.job
+    if prepared.spec.script is not None:
+        raise UsageError(
+            "--find-micro-batch tries the built-in trainer's step; a script has its own",
+            fix="name a recipe; model.entry trains a module of yours",
+        )
+    if job.backend == "local":
+        return prepared.plan.world_size  # one machine plays all nodes
+    if settings.SLURM_JOB_ID not in environ:
+        raise EnvironmentNotFit(
+            "--find-micro-batch trains for a moment, and this is not inside an allocation",
+            fix="call it in one (salloc, then srun --ntasks=1 clustertrain plan ...), or try --backend local here",
+        )
+    if settings.SLURMD_NODENAME not in environ:
+        raise EnvironmentNotFit(
+            "--find-micro-batch: this shell holds an allocation but is not on one of its nodes",
+            fix="put `srun --nodes=1 --ntasks=1` before the command, with the GPUs and cores of a node",
+        )
+    return job.gpus
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """What ends this process ends what it has started first: a closed terminal and a kill leave as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    proc.adopt_orphans()  # the ranks' own parent may be gone before them
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str, str]) -> Trial:
+    """One trial. Raises ClusterTrainError for a failure that is not one of memory."""
+    with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
+        run = _scratch(prepared, search, split, Path(folder))
+        result, said = _run(prepared, search, run, environ)
+        if result.ending == "completed":
+            files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
+            measured = [msgspec.json.decode(f.read_bytes(), type=Measured) for f in files]
+            return trials.judged(measured, search, split, ASSUMED_CPU_GIB)
+    if _of_memory(result, said):
+        usable = search.usable(split.micro_batch)
+        return Trial(micro_batch=split.micro_batch, outcome="out of memory", usable=usable)
+    error = ConfigError if result.exit_code == EXIT_CONFIG else ClusterTrainError
+    raise error(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
+
+
+def _scratch(prepared: Prepared, search: Search, split: Batch, folder: Path) -> RunDir:
+    """What a rank reads of a run, with this trial's layout and batch."""
+    run = RunDir(folder)
+    attempt = run.attempt(1)
+    for inner in (attempt.events, attempt.logs, run.metrics):
+        inner.mkdir(parents=True)
+    world = search.layout.world_size
+    chosen = msgspec.structs.replace(prepared.plan, layout=search.layout, batch=split, world_size=world)
+    fsio.write_text(run.spec, spec_text(prepared.spec))
+    fsio.write_json(run.plan, msgspec.to_builtins(chosen))
+    return run
+
+
+def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, str]) -> tuple[NodeResult, str]:
+    """The ranks of one trial, to their end; with what torchrun printed.
+
+    Raises:
+        ClusterTrainError: they do not come to one.
+    """
+    attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
+    meeting = rendezvous.publish(attempt.rendezvous, _HERE)
+    program = ("clustertrain.train.probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
+    argv = torchrun.command(meeting, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
+    env, log = _environment(prepared, run, environ), attempt.logs / "torchrun.log"
+    given_up = _GivenUp(run.path, ranks)
+    try:
+        child = proc.start(argv, env=env, log=log, new_session=True)
+        in_time = clock.wait_until(lambda: child.poll() is not None or given_up(), TRIAL_TIMEOUT_S, POLL_S)
+    finally:
+        proc.kill_descendants()
+    failed = child.wait() != 0
+    if not in_time:
+        raise ClusterTrainError(f"the ranks took longer than {TRIAL_TIMEOUT_S:g} s")
+    said = log.read_text(errors="replace")
+    return judge("this machine", 0, ranks, read_ranks(run.path, ranks), log_tail=said if failed else None), said
+
+
+class _GivenUp:
+    """Whether a rank has failed so long ago that its peers, in a collective with it, are not waited for any more."""
+
+    def __init__(self, rank_dir: Path, ranks: list[int]) -> None:
+        self._rank_dir, self._ranks = rank_dir, ranks
+        self._failed_at: float | None = None
+
+    def __call__(self) -> bool:
+        if self._failed_at is None:
+            if any(r["ending"] == "failed" for r in read_ranks(self._rank_dir, self._ranks).values()):
+                self._failed_at = clock.monotonic()
+            return False
+        return clock.monotonic() - self._failed_at > torchrun.AFTER_FAILURE_S
+
+
+def _environment(prepared: Prepared, run: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
+    """As job.sh and the agent make it: what is set stays, then the recipe's, then what the plan chose."""
+    env = {**settings.without_allocation(environ), **prepared.spec.env}
+    for name, setting in {**prepared.plan.env, **prepared.plan.nccl}.items():
+        env.setdefault(name, setting.value)
+    env = code.environment_in_place(prepared.code, env)
+    env.update(torchrun.SHUTDOWN)
+    env[settings.RUN_DIR] = env[settings.RANK_DIR] = str(run.path)
+    env[settings.ATTEMPT] = "1"
+    env[settings.DEVICE] = prepared.plan.device
+    # All ranks are here, whatever interface the plan has found for many nodes.
+    interface = interface_towards(_HERE)
+    if interface:
+        env["GLOO_SOCKET_IFNAME"] = interface
+    return env
+
+
+def _of_memory(result: NodeResult, said: str) -> bool:
+    """Whether a trial ended for want of memory; ``said`` is what torchrun printed."""
+    messages = [str((r.get("error") or {}).get("message", "")).lower() for r in result.ranks]
+    if result.kind == "out_of_memory" or any(words in message for words in _MEMORY for message in messages):
+        return True
+    # The kernel's way, on the host. Its peers see a closed connection, and what it leaves itself is torchrun's line.
+    return result.kind in ("killed", "communication") and _FIRST_WAS_KILLED.search(said) is not None

@@ -1,0 +1,39 @@
+"""How torchrun is started on a node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertrain.agent.rendezvous import Rendezvous
+
+# A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
+# exit barrier for nodes that may be gone.
+AFTER_FAILURE_S = 10.0
+SHUTDOWN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(AFTER_FAILURE_S / 2))}
+
+
+def command(
+    meeting: Rendezvous,
+    program: Sequence[str],
+    ranks: int,
+    *,
+    nodes: int = 1,
+    node_rank: int = 0,
+    python: str = "",
+    log_dir: Path | None = None,
+) -> list[str]:
+    """The argument list that starts ``ranks`` ranks of this node, each of which runs ``python -m PROGRAM``.
+
+    Args:
+        python: default: the one that runs this.
+        log_dir: where torchrun keeps files of its own; default: a new folder in /tmp, which stays when it is killed.
+    """
+    argv = [python or sys.executable, "-m", "torch.distributed.run"]
+    # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
+    argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
+    argv += [f"--rdzv-id={meeting.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]
+    argv += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--signals-to-handle=SIGINT"]
+    argv += [f"--log-dir={log_dir}"] if log_dir is not None else []
+    return [*argv, "-m", *program]

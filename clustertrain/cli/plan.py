@@ -1,0 +1,138 @@
+"""``plan``: what submit would choose, and why, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clustertrain.cli.common import print_json
+from clustertrain.cli.submit import CONTEXT, TargetCommand, job_options, request_of
+from clustertrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from clustertrain.plan.planner import Plan
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(cls=TargetCommand, context_settings=CONTEXT)
+@click.option("--find-micro-batch", is_flag=True, help="Train a few steps here with growing micro-batches.")
+@click.option("--gpus-range", metavar="LOW-HIGH", help="Plan for several numbers of GPUs, with the same global batch.")
+@click.option("--table", type=_FILE, metavar="IN.csv", help="Predict each row of a table of configurations.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="OUT.csv", help="Where --table writes; default: stdout."
+)
+@click.option("--calibrate", is_flag=True, help="With --table: the middle measured row of each source sets a factor.")
+@job_options
+def plan(
+    find_micro_batch: bool,
+    gpus_range: str | None,
+    table: Path | None,
+    out: Path | None,
+    calibrate: bool,
+    **options: Any,
+) -> int:
+    """Show what submit would choose and why; submit nothing."""
+    as_json = options["as_json"]
+    if table is not None:
+        from clustertrain.cli.plan_table import write_predictions
+
+        return write_predictions(table, out, calibrate=calibrate, as_json=as_json)
+    if out is not None or calibrate:
+        raise UsageError("--out and --calibrate belong to --table", fix="give --table IN.csv too")
+    if gpus_range is not None:
+        from clustertrain.cli.plan_range import show_range
+
+        return show_range(request_of(options), gpus_range, as_json=as_json)
+    from clustertrain.launch.request import prepare, script_note
+
+    prepared = prepare(request_of(options, count=not find_micro_batch))
+    note = script_note(prepared)
+    if note:
+        click.echo(f"note: {note}", err=True)
+    if find_micro_batch:
+        from clustertrain.cli.probe import find_micro_batch as find
+
+        return find(prepared, as_json=as_json)
+    if as_json:
+        print_json(prepared.plan)
+        return 0
+    _show(prepared.plan)
+    return 0
+
+
+def _show(chosen: Plan) -> None:
+    from clustertrain.report.terminal import emit, make_console
+
+    parts: list[RenderableType] = [_rows(_summary(chosen))]
+    for title, rows in (
+        ("Warnings", [("", warning) for warning in chosen.warnings]),
+        ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
+        ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
+        ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
+        ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
+    ):
+        if rows:
+            parts += [f"\n{title}", _rows(rows)]
+    emit(make_console(), *parts)
+
+
+def _rows(rows: list[tuple[str, str]]) -> RenderableType:
+    from rich.padding import Padding
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    for left, right in rows:
+        table.add_row(left, right) if left else table.add_row(right)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
+    return f"{step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
+
+
+def _beside(chosen: Plan) -> str:
+    """What of the layout its name does not say."""
+    layout = chosen.layout
+    said = {
+        f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
+        "offload": layout.offload,
+        f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
+    }
+    return ", ".join(words for words, used in said.items() if used)
+
+
+def _summary(chosen: Plan) -> list[tuple[str, str]]:
+    from clustertrain.plan.layout import counted
+
+    layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
+    ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
+    rows = [("layout", f"{layout.words()} on {ranks}, device {chosen.device}, precision {chosen.precision}")]
+    if beside := _beside(chosen):
+        rows.append(("with", beside))
+    if layout.model_parallel or layout.strategy == "hybrid-shard":
+        rows.append(("mesh", f"{layout.product()}, neighbours last"))
+    if batch.global_batch:
+        split = f"{batch.micro_batch} x {batch.grad_accum} x {layout.data_parallel}"
+        rows.append(("batch", f"{batch.global_batch} = {split} (micro_batch x grad_accum x data parallel)"))
+    if memory.peak_gib is not None:
+        capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
+        fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
+        rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+    elif memory.params_gib is not None:
+        states = f"parameters {memory.params_gib:.2f}, gradients {memory.grads_gib:.2f}"
+        rows.append(("memory", f"{states}, optimizer {memory.optimizer_gib:.2f} GiB a rank; activations not known"))
+    time = chosen.time
+    if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
+        mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
+        rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                              f"{time.tflops_per_gpu:.3g} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
+    if chosen.time.bubble_fraction is not None:
+        rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
+    return rows

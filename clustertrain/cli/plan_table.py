@@ -1,0 +1,58 @@
+"""``plan --table``: a CSV file in, the same file with predictions out."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import click
+
+from clustertrain import fsio
+from clustertrain.cli.common import print_json
+from clustertrain.errors import ConfigError
+from clustertrain.plan import table
+
+
+def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_json: bool) -> int:
+    """All columns of ``source`` as they are, with those of ``table.COLUMNS`` behind them.
+
+    Raises:
+        ConfigError: the file is no CSV table with the columns that a prediction needs.
+    """
+    columns, rows = _read(source)
+    found = table.predict(rows, calibrate=calibrate)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    kept = [name for name in columns if name not in table.COLUMNS]
+    writer.writerow([*kept, *table.COLUMNS])
+    for row, prediction in zip(rows, found, strict=True):
+        writer.writerow([*(row[name] for name in kept), *prediction.cells()])
+    if out is not None:
+        fsio.write_text(out, text.getvalue())
+    elif not as_json:
+        click.echo(text.getvalue(), nl=False)
+    left = [number for number, p in enumerate(found, start=1) if p.tokens_per_s_per_gpu is None]
+    if as_json:
+        shown = [dict(zip(table.COLUMNS, p.values(), strict=True)) for p in found]
+        print_json({"rows": shown, "predicted": len(found) - len(left), "not_predicted": left})
+    elif out is not None:
+        said = f"; not predicted: rows {', '.join(map(str, left[:10]))}{' …' if len(left) > 10 else ''}" if left else ""
+        click.echo(f"{len(found) - len(left)} of {len(found)} rows predicted, written to {out}{said}")
+    return 0
+
+
+def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
+    try:
+        reader = csv.DictReader(io.StringIO(source.read_text("utf-8-sig")), restval="")
+        rows = [{name: value or "" for name, value in row.items() if name is not None} for row in reader]
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise ConfigError(f"{source} is not a CSV table: {e}") from None
+    columns = list(reader.fieldnames or [])
+    missing = [name for name in table.NEEDED if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{source} lacks the columns {', '.join(missing)}",
+            fix="the first line names the columns; docs/planner.md lists them",
+        )
+    return columns, rows

@@ -1,0 +1,60 @@
+"""What the global batch means for the learning rate. Advice only: nothing is scaled unless the user types it.
+
+With k times the batch SGD wants k times the rate (arXiv 1706.02677), Adam and its kin the square root of k times (arXiv
+2205.10287, whose whole rule also moves the betas and eps). Either needs a warmup, and neither reaches for ever: the
+first was followed from 256 images to 8192, 32 times, and lost accuracy past that.
+"""
+
+from __future__ import annotations
+
+from clustertrain.plan.layout import Batch, counted
+from clustertrain.spec.recipe import Recipe
+
+LINEAR, SQUARE_ROOT = 1.0, 0.5  # powers of k: SGD, and Adam
+MOST_SCALED = 32
+
+
+def scaled_lr(lr: float, times: float, power: float) -> float:
+    """The learning rate for ``times`` the batch that ``lr`` was found for."""
+    return float(f"{lr * times**power:.3g}")
+
+
+def tokens(recipe: Recipe, batch: Batch) -> str:
+    """``, 256 x 2048 = 524288 tokens a step``; nothing for data that has none."""
+    each = recipe.tokens_per_sample
+    return f", {batch.global_batch} x {each} = {batch.tokens_per_step} tokens a step" if each else ""
+
+
+def of_learning_rate(recipe: Recipe, batch: Batch, data_parallel: int) -> tuple[list[str], list[str]]:
+    """Reasons and warnings that go with ``optim.lr`` at this batch, for the built-in trainer's AdamW."""
+    lr, found_for, whole = recipe.optim.lr, recipe.optim.lr_batch, batch.global_batch
+    if found_for and whole > MOST_SCALED * found_for:
+        return [], [_too_large(found_for, whole)]
+    if found_for and found_for != whole:
+        times = f"{whole / found_for:.3g}"
+        other = scaled_lr(lr, whole / found_for, SQUARE_ROOT)
+        return [
+            f"lr {lr:g}: found for a batch of {found_for}, and this one is {times} times that. Nothing is scaled: say "
+            f"optim.lr = {other:g} and optim.lr_batch = {whole} to follow it (AdamW: x sqrt({times}), arXiv "
+            f"2205.10287; SGD would take x {times}, arXiv 1706.02677)"
+        ], []
+    if not recipe.train.global_batch:
+        twice = f"{scaled_lr(lr, 2, SQUARE_ROOT):g} (x sqrt(2), arXiv 2205.10287), SGD {scaled_lr(lr, 2, LINEAR):g}"
+        return [
+            f"lr {lr:g}: used at a batch of {whole}, which follows from {counted(data_parallel, 'data-parallel rank')} "
+            f"and may be another on more; train.global_batch = {whole} keeps batch and lr on any number. For twice the "
+            f"batch AdamW wants optim.lr = {twice} (x 2, arXiv 1706.02677)"
+        ], []
+    return [
+        f"lr {lr:g}: stays as it is on another number of ranks, as the batch does; then only micro_batch x grad_accum "
+        "changes"
+    ], []
+
+
+def _too_large(found_for: int, whole: int) -> str:
+    """No rule is known to hold there."""
+    return (
+        f"the global batch of {whole} is {whole / found_for:.3g} times the {found_for} that optim.lr was found for, "
+        f"and past {MOST_SCALED} times a scaled rate lost accuracy (arXiv 1706.02677): use train.global_batch = "
+        f"{MOST_SCALED * found_for} or less, or find lr anew for this batch and say so with optim.lr_batch = {whole}"
+    )

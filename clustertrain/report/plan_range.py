@@ -1,0 +1,31 @@
+"""``plan --gpus-range`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from clustertrain.report.terminal import emit, make_console
+
+
+def lines(rows: Sequence[dict[str, Any]], global_batch: int) -> None:
+    table = Table.grid(padding=(0, 2))
+    for justify in ("right", "left", "right", "right", "right", "right"):
+        table.add_column(justify=justify, overflow="fold")
+    table.add_row("GPUs", "layout", "s/step", "tokens/s", "efficiency", "GiB a rank")
+    for row in rows:
+        table.add_row(
+            str(row["gpus"]),
+            (row["layout"] or "") + (f" ({row['why']})" if row["why"] else ""),
+            _number(row["step_s"], ".3g"),
+            _number(row["tokens_per_s"], ",.0f"),
+            _number(row["efficiency"], ".0%"),
+            _number(row["peak_gib"], ".1f") + ("" if row["fits"] is not False else ", DOES NOT FIT"),
+        )
+    emit(make_console(), f"global batch {global_batch} at every size; efficiency: tokens/s a GPU, of the first", table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,73 @@
+"""What the plan predicted beside what the run measured. Its shape is ``prediction`` of ``status --json``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from clustertrain import fsio
+from clustertrain.plan.memory import Memory
+from clustertrain.plan.planner import Time
+from clustertrain.run import measured
+from clustertrain.run.folder import RunDir
+from clustertrain.telemetry import peak
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """None: nothing was predicted (on CPUs, of a script), or nothing is measured yet."""
+
+    predicted: float | None = None
+    measured: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted and self.measured is not None else None
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """``peak_gib`` is the fullest GPU as NVML sees it, ``allocated_gib`` what torch's allocator gives out on the rank
+    that needs most: the same without the CUDA context, NCCL and the allocator's reserve.
+
+    ``steps`` were measured in ``attempts``; ``other_attempts`` had another number of ranks than the plan.
+    """
+
+    step_s: Pair = Pair()
+    tokens_per_s_per_gpu: Pair = Pair()
+    peak_gib: Pair = Pair()
+    allocated_gib: Pair = Pair()
+    steps: int = 0
+    attempts: tuple[int, ...] = ()
+    other_attempts: tuple[int, ...] = ()
+
+
+class _Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """Of ``plan.json`` what can be measured."""
+
+    world_size: int
+    device: str
+    memory: Memory
+    time: Time
+
+
+def of_run(run: RunDir) -> Prediction:
+    """Of all attempts on as many ranks as were planned; what is still going counts as far as it is. Without a plan that
+    reads there is nothing to compare with."""
+    try:
+        planned = msgspec.convert(fsio.read_json(run.plan), _Planned)
+    except (ValueError, msgspec.ValidationError):  # missing, damaged, or of another version
+        return Prediction()
+    alike, others = measured.by_world_size(run, planned.world_size)
+    speed = measured.speed(run, alike)
+    a_gpu = speed.tokens_per_s / planned.world_size if speed.tokens_per_s is not None else None
+    memory = planned.memory
+    in_allocator = memory.peak_gib - (memory.overhead_gib or 0.0) if memory.peak_gib is not None else None
+    on_gpu = planned.device == "cuda"  # the memory of a process on the CPU is another thing
+    return Prediction(
+        step_s=Pair(planned.time.step_s, speed.step_s),
+        tokens_per_s_per_gpu=Pair(planned.time.tokens_per_s_per_gpu, a_gpu),
+        peak_gib=Pair(memory.peak_gib, peak.memory_used_gib(alike)) if on_gpu else Pair(),
+        allocated_gib=Pair(in_allocator, measured.peak_allocated_gib(run, alike)) if on_gpu else Pair(),
+        steps=speed.steps,
+        attempts=tuple(a.n for a in alike),
+        other_attempts=tuple(a.n for a in others),
+    )

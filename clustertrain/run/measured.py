@@ -1,0 +1,68 @@
+"""What a run has measured of its own speed and memory, over the attempts that ran as they were planned."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from clustertrain import fsio
+from clustertrain.run import events
+from clustertrain.run.folder import AttemptDir, RunDir
+
+# Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
+# runs ahead of a GPU, so that its clock says too little.
+WARM_UP_STEPS = 5  # of each attempt
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """``steps``: how many were measured. The others are None where there is nothing yet; ``tokens_per_s`` is of all
+    ranks together, and None for data that has no tokens."""
+
+    steps: int = 0
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+def by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir], list[AttemptDir]]:
+    """The attempts that did a step on ``world_size`` ranks, and those that did one on another number, oldest first."""
+    alike: list[AttemptDir] = []
+    others: list[AttemptDir] = []
+    for attempt in run.attempts():
+        log = events.of_attempt(attempt)
+        started = events.last(log, "session_started")
+        if started is not None and events.last(log, "first_step") is not None:
+            (alike if started.get("world_size") == world_size else others).append(attempt)
+    return alike, others
+
+
+def speed(run: RunDir, attempts: Sequence[AttemptDir]) -> Speed:
+    """The medians over all steps after the first ones of each attempt: those beside which a save is written, or a peer
+    is late, do not move them. A step's time has neither evaluation nor checkpoint stall in it."""
+    rows = [row for a in attempts for row in list(fsio.read_lines(run.metrics_of(a.n)))[WARM_UP_STEPS:]]
+    step_s = _numbers(rows, "step_s")
+    return Speed(steps=len(step_s), step_s=_median(step_s), tokens_per_s=_median(_numbers(rows, "tokens_per_s")))
+
+
+def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [float(v) for row in rows if isinstance(v := row.get(key), (int, float))]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | None:
+    """What torch's allocator had given out at most on the rank that needed most, in the newest attempt that says so.
+
+    All ranks tell it when they end, and rank 0 while it trains.
+    """
+    for attempt in reversed(attempts):
+        results = [fsio.peek_json(path) or {} for path in sorted(attempt.results.glob("*.json"))]
+        told: list[dict[str, Any]] = [rank for result in results for rank in result.get("ranks", ())]
+        peaks = _numbers([*told, *fsio.read_lines(run.metrics_of(attempt.n))], "peak_allocated_gib")
+        if peaks:
+            return max(peaks)
+    return None

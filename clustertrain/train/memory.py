@@ -1,0 +1,16 @@
+"""How much of the device this rank has needed."""
+
+from __future__ import annotations
+
+import torch
+
+_GIB = 1 << 30
+
+
+def peak_allocated_gib(device: torch.device) -> float | None:
+    """The most that torch's allocator had given out so far; None on a CPU, where there is no such allocator.
+
+    The allocator's counters are the host's own: nothing waits for the device. What it keeps in reserve, the CUDA
+    context and NCCL's buffers come on top.
+    """
+    return torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else None

@@ -1,0 +1,110 @@
+"""``python -m clustertrain.train.shapes REQUEST``: what a recipe's model is made of, as one JSON document.
+
+A process of its own, because it imports torch and the user's code. The model is built on the meta device, where tensors
+have shapes and no memory. On request one step of it is traced by torch's MemTracker
+(``torch.distributed._tools.mem_tracker``) under FakeTensorMode, in which operators work on shapes alone; both are
+private to torch, here as of 2.13.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from clustertrain.errors import ClusterTrainError
+from clustertrain.plan.counted import Counted, Unit
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train import models
+from clustertrain.train.data_parallel import units
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the plan a trace follows. ``sharded``: the layout casts the parameters themselves."""
+
+    micro_batch: int
+    precision: str
+    activation_checkpointing: str
+    sharded: bool
+
+
+def count(model: nn.Module) -> Counted:
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    trained = [p for p in parameters if p.requires_grad]
+    dtypes: Counter[str] = Counter()
+    for p in parameters:
+        dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
+    own = (Unit(name or "the model itself", _size(m, recurse=False)) for name, m in model.named_modules())
+    return Counted(
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        trainable=sum(p.numel() for p in trained),
+        trainable_bytes=sum(p.nbytes for p in trained),
+        buffers=len(buffers),
+        buffer_bytes=sum(b.nbytes for b in buffers),
+        dtypes=dict(dtypes.most_common()),
+        largest=max(own, key=lambda u: u.parameters),
+        units=tuple(Unit(name, _size(m)) for name, m in units(model)),
+        built_on="meta" if any(p.is_meta for p in parameters) else "cpu",
+    )
+
+
+def _size(module: nn.Module, *, recurse: bool = True) -> int:
+    return sum(p.numel() for p in module.parameters(recurse))
+
+
+def look(recipe: Recipe, step: Step | None) -> Counted:
+    """Count the model, and trace it where ``step`` is given. A step that cannot be traced is no error: ``untraced``
+    says why.
+
+    Raises:
+        ConfigError, or whatever the user's code raises: the model cannot be built.
+    """
+    if step is None:
+        return count(models.model(recipe.model, to_look_at=True))
+    what = models.task(recipe, to_look_at=True)
+    found = count(what.model)
+    try:
+        from clustertrain.train import trace
+
+        return msgspec.structs.replace(found, traced=trace.step(recipe, what, step))
+    except Exception as e:  # of the user's forward pass, or torch's own limits
+        return msgspec.structs.replace(found, untraced=f"the trace failed: {_said(e)}")
+
+
+def _said(error: BaseException) -> str:
+    """The last line of a traceback, and where it comes from."""
+    last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{last} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else last
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """``{"counted": ...}``, or ``{"error", "fix"}`` for what the recipe or the user's code got wrong."""
+    step = msgspec.convert(request["step"], Step) if request["step"] else None
+    recipe = build(request["recipe"], Recipe, "recipe")
+    try:
+        return {"counted": msgspec.to_builtins(look(recipe, step))}
+    except ClusterTrainError as e:
+        return {"error": e.message, "fix": e.fix}
+    except (Exception, SystemExit) as e:  # of the user's module or constructor: whatever it is
+        return {"error": f"model.entry = {recipe.model.entry!r}: {_said(e)}", "fix": "it would fail so on every rank"}
+
+
+def main() -> int:
+    # What the user's code prints must not get between the document and its reader.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps(answer(json.loads(sys.argv[1]))), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

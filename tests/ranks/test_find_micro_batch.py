@@ -1,0 +1,152 @@
+"""``plan --find-micro-batch`` with real ranks on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from clustertrain import clock
+
+pytestmark = pytest.mark.ranks
+# The command line with another assumption of a rank's memory than 4 GiB, which no small model reaches.
+LIMITED = """
+import sys
+from clustertrain.agent import probe
+probe.ASSUMED_CPU_GIB = float(sys.argv.pop(1))
+from clustertrain.cli.main import main
+sys.argv[0] = "clustertrain"
+sys.exit(main())
+"""
+# 32 MiB of logits, in all their copies, a sequence; little else.
+RECIPE = """
+[model]
+dim = 32
+layers = 1
+heads = 2
+kv_heads = 1
+vocab_size = 4096
+[data]
+seq_len = 512
+max_bytes = 262144
+[train]
+global_batch = 24
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def typed(folder: Path, gib: float, *words: str) -> subprocess.Popen[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+    here = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
+    return subprocess.Popen(
+        [sys.executable, "-c", LIMITED, str(gib), "plan", *here, *words],
+        cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=90)
+    return child.returncode, out, err
+
+
+def left(folder: Path) -> list[str]:
+    """Temporary files but the cache that torch keeps for the next process."""
+    return [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
+
+
+def test_it_grows_until_memory_ends_and_advises_what_fits(folder: Path) -> None:
+    code, out, err = ended(typed(folder, 0.25, "--gpus", "2", "--json", "recipe.toml"))
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    rows = {row["micro_batch"]: row for row in found["trials"]}
+    assert list(rows) == [1, 2, 4, 8, 6]  # 12 sequences a rank, and 6 is the one of their divisors in the gap
+    assert rows[8]["outcome"] == "out of memory" and rows[8]["peak_gib"] is None
+    assert [rows[m]["fits"] for m in (1, 2, 4)] == [True] * 3
+    # Not that of 2, for whose tensors malloc still has holes to waste; from 32 MiB on each is mapped for itself.
+    assert rows[1]["peak_gib"] < rows[4]["peak_gib"] < 0.2
+    assert not rows[8]["usable"] and all(rows[m]["tokens_per_s_per_gpu"] > 0 for m in (1, 2, 4))
+    assert found["advised"] in rows and rows[found["advised"]]["fits"] and rows[found["advised"]]["usable"]
+    assert found["set"] == f"train.micro_batch={found['advised']}" and found["stands_for"] == "the plan's 2 ranks"
+    assert left(folder) == [] and not (folder / "home").exists()
+
+
+def test_the_table_names_the_line_for_the_recipe(folder: Path) -> None:
+    code, out, err = ended(typed(folder, 4, "--gpus", "1", "--set", "train.global_batch=2", "recipe.toml"))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].split() == ["micro_batch", "peak_gib", "tokens_per_s_per_gpu", "fits"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"] and out.count("<- advised") == 1
+    assert lines[-2] == "  [train]" and lines[-1].startswith("  micro_batch = ")
+    assert "micro_batch 2 ..." in err  # says what it is at
+
+
+def test_nothing_that_fits_is_a_failure_that_says_so(folder: Path) -> None:
+    code, out, err = ended(typed(folder, 0.02, "--gpus", "1", "recipe.toml"))
+    assert code == 1 and "no: out of memory" in out and "micro_batch 1 does not fit" in err
+
+
+def test_another_error_than_one_of_memory_is_shown_as_what_it_is(folder: Path) -> None:
+    (folder / "torn.py").write_text(
+        "from torch import nn\n"
+        "class Torn(nn.Embedding):\n"
+        "    def forward(self, x):\n"
+        "        if len(x) > 1:\n"
+        "            raise ValueError('only one at a time')\n"
+        "        return super().forward(x)\n"
+    )
+    (folder / "recipe.toml").write_text(
+        '[model]\nentry = "torn:Torn"\nargs = { num_embeddings = 256, embedding_dim = 256 }\n'
+    )
+    code, out, err = ended(typed(folder, 4, "--gpus", "1", "recipe.toml"))
+    assert code == 1 and "ValueError: only one at a time" in err and "trial of micro_batch 2 failed" in err
+    assert out.splitlines()[1].split()[0] == "1"  # what was found before
+
+
+def ranks_below(child: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for p in psutil.Process(child.pid).children(recursive=True):
+        try:
+            if "clustertrain.train.probe" in p.cmdline() and "torch.distributed.run" not in p.cmdline():
+                found.append(p)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def under_way(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A probe whose two ranks are at work, and all processes below it."""
+    child = typed(folder, 4, "--gpus", "2", "recipe.toml")
+    try:
+        assert clock.wait_until(lambda: len(ranks_below(child)) == 2, 60.0)
+        yield child, psutil.Process(child.pid).children(recursive=True)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ended_half_way_it_leaves_no_process_and_no_file(
+    under_way: tuple[subprocess.Popen[str], list[psutil.Process]], folder: Path, number: signal.Signals
+) -> None:
+    child, below = under_way
+    child.send_signal(number)
+    code, _, err = ended(child)
+    assert code == 130, err
+    assert len(below) >= 3 and not any(p.is_running() for p in below)
+    assert left(folder) == []

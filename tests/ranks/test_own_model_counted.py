@@ -1,0 +1,87 @@
+"""A model of one's own, counted by the command line before it waits in a queue."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertrain.cli.main import main
+from tests.fake_slurm.fixture import FakeSlurm, fake_slurm
+
+__all__ = ["fake_slurm"]
+pytestmark = pytest.mark.ranks
+Type = Callable[..., int]
+NETS = """
+import os
+from torch import nn
+print("printed while it is imported", os.getcwd())
+
+class Net(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"a width of {width}")
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+"""
+PARAMETERS = 256 * 64 + 2 * 65 * 64 + 65 * 256
+
+
+@pytest.fixture
+def type_(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "nets.py").write_text(NETS)
+    (folder / "own.toml").write_text('[model]\nentry = "nets:Net"\n[data]\nseq_len = 32\n[train]\nglobal_batch = 32\n')
+    monkeypatch.chdir(folder)
+
+    def type_(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+        return main()
+
+    return type_
+
+
+def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+    assert type_("plan", "own.toml", "--json", "--gpus", "2", "--layout", "zero1", "--trace-memory") == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["counted"]["parameters"] == PARAMETERS
+    memory, gib = shown["memory"], 1024**3
+    assert memory["params_gib"] * gib == memory["grads_gib"] * gib == 4 * PARAMETERS
+    assert memory["optimizer_gib"] * gib == 8 * PARAMETERS / 2
+    assert memory["activations_gib"] > 0 and memory["peak_gib"] > memory["overhead_gib"] == 2.0  # context, NCCL
+    assert any(reason.startswith("counted: nets:Net has") for reason in shown["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("model.args.width=0", "model.entry = 'nets:Net': ValueError: a width of 0"),
+        ("model.args.wdith=8", "model.args = {'wdith': 8}: nets:Net: got an unexpected keyword argument"),
+        ("model.entry=nets:Nte", "model.entry = 'nets:Nte': module 'nets' has no attribute"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_before_the_queue(
+    assignment: str, said: str, type_: Type, fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert type_("submit", "own.toml", "--count-model", "--set", assignment) == 78
+    assert said in capfd.readouterr().err
+    assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
+
+
+def test_submit_counts_only_when_told_to(type_: Type, capfd: pytest.CaptureFixture[str]) -> None:
+    assert type_("submit", "own.toml", "--dry-run", "--json", "--set", "model.args.width=0") == 0
+    assert json.loads(capfd.readouterr().out)["plan"]["counted"] is None
+    assert type_("submit", "own.toml", "--dry-run", "--json", "--count-model") == 0
+    assert json.loads(capfd.readouterr().out)["plan"]["counted"]["parameters"] == PARAMETERS

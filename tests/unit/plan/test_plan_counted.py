@@ -1,0 +1,92 @@
+"""The memory of a model of one's own, from its count."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from clustertrain.plan import counted
+from clustertrain.plan.activations import Pass
+from clustertrain.plan.counted import Counted, Traced, Unit
+from clustertrain.plan.layout import Layout
+from clustertrain.plan.memory import GIB
+
+M = 1024 * 1024
+# Ten units of 20 M parameters and 56 M besides; 0.5 GiB of them are not trained.
+MODEL = Counted(
+    parameters=256 * M,
+    parameter_bytes=GIB,
+    trainable=128 * M,
+    trainable_bytes=GIB // 2,
+    buffers=1,
+    buffer_bytes=GIB // 4,
+    dtypes={"float32": 256 * M},
+    largest=Unit("embed", 56 * M),
+    units=tuple(Unit(f"layers.{i}", 20 * M) for i in range(10)),
+)
+ONE = Pass(seq_len=8, micro_batch=2)
+
+
+def states(layout: Layout, run: Pass = ONE) -> tuple[float | None, float | None, float | None]:
+    found = counted.memory(MODEL, layout, run, None)
+    return found.params_gib, found.grads_gib, found.optimizer_gib
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(), (1.25, 0.5, 1.0)),
+        (Layout(strategy="ddp", dp_replicate=4), (1.25, 0.5, 1.0)),
+        (Layout(strategy="zero1", dp_replicate=4, zero1=True), (1.25, 0.5, 0.25)),
+        (Layout(tp=2), (0.75, 0.25, 0.5)),
+        (Layout(pp=4, schedule="1f1b"), (0.5, 0.125, 0.25)),
+    ],
+)
+def test_states_by_layout(layout: Layout, expected: tuple[float, ...]) -> None:
+    assert states(layout) == expected
+
+
+def test_a_sharded_rank_holds_its_part_and_what_is_gathered() -> None:
+    layout = Layout(strategy="fsdp", dp_shard=4)
+    params, grads, optimizer = states(layout)
+    gathered = (56 + 2 * 20) * M * 4 / GIB  # the rest of the model, the running and the next unit
+    whole = (56 + 20) * M * 4 / GIB + 56 * M * 4 / GIB  # a gradient of each, and the copy that is reduced
+    assert (params, grads, optimizer) == pytest.approx((0.25 + 0.25 + gathered, 0.125 + whole, 0.25))
+    kept, _, _ = states(msgspec.structs.replace(layout, reshard_after_forward=False))
+    assert kept == pytest.approx(0.25 + 0.25 + 1.0)
+    _, late, _ = states(layout, Pass(seq_len=8, micro_batch=2, grad_accum=2))
+    assert late == pytest.approx(0.125 + 1.0 + 56 * M * 4 / GIB)  # nothing is reduced before the last micro-batch
+
+
+def test_a_model_without_units_is_gathered_as_one() -> None:
+    model = msgspec.structs.replace(MODEL, units=())
+    found = counted.memory(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
+    assert found.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
+
+
+def test_the_peak_is_known_where_a_step_was_traced() -> None:
+    found = counted.memory(MODEL, Layout(), ONE, 8.0)
+    assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
+    model = msgspec.structs.replace(MODEL, traced=Traced(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
+    found = counted.memory(model, Layout(), ONE, 8.0)
+    assert (found.activations_gib, found.overhead_gib, found.peak_gib, found.fits) == (3.0, 0.0, 5.75, True)
+    on_gpu = counted.memory(model, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0)
+    assert (on_gpu.overhead_gib, on_gpu.peak_gib, on_gpu.fits) == (1.0, 6.75, False)
+
+
+def test_it_says_what_was_counted() -> None:
+    words = counted.words(MODEL, "nets:Net", Layout(tp=2), 2)
+    assert words == (
+        "counted: nets:Net has 268,435,456 parameters (float32); 134,217,728 of them trained; 268,435,456 bytes of "
+        "buffers; most of them, 58,720,256, in embed; 10 layers to shard one by one; tp and pp taken as an even split"
+    )
+    assert "no list of layers" in counted.words(msgspec.structs.replace(MODEL, units=()), "a:b", Layout(), 2)
+
+
+def test_states_that_are_too_much_alone_are_warned_of() -> None:
+    memory = counted.memory(MODEL, Layout(), ONE, None)
+    assert counted.warning(MODEL, memory, 3.0, Layout()) is None
+    warning = counted.warning(MODEL, memory, 2.0, Layout())
+    assert warning is not None and "2.8 GiB a rank, more than 2.0 GiB; --layout fsdp" in warning
+    failed = msgspec.structs.replace(MODEL, untraced="it failed")
+    assert counted.warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"

@@ -1,0 +1,182 @@
+"""A model is counted from its shapes, and a traced step needs what a real one does."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from clustertrain.plan.counted import Counted, Unit
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train import computation, models, optim, shapes
+from clustertrain.train.context import RankContext
+from clustertrain.train.mesh import Groups
+from clustertrain.train.step import TrainStep
+from tests.unit.train.alone import ALONE
+
+NETS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, dim=32, layers=3):
+        super().__init__()
+        self.embed = nn.Embedding(256, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(dim, 256, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(5, dtype=torch.bfloat16))
+        self.layers[0][0].weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+class Valued(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(int(torch.ones(3).sum().item())))
+
+class Asks(Net):
+    def forward(self, tokens):
+        return super().forward(tokens) * (2.0 if tokens.sum().item() else 1.0)
+
+def fails():
+    raise KeyError("no such width")
+
+def leaves():
+    raise SystemExit("not on this machine")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "counted_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    sys.modules.pop("counted_nets", None)
+
+
+def request(entry: str, **step: Any) -> dict[str, Any]:
+    recipe = {"model": {"entry": f"counted_nets:{entry}"}, "data": {"seq_len": 32, "max_bytes": 100_000}}
+    whole = {"micro_batch": 8, "precision": "fp32", "activation_checkpointing": "none", "sharded": False, **step}
+    return {"recipe": recipe, "step": whole if step else None}
+
+
+def counted(entry: str, **step: Any) -> Counted:
+    return msgspec.convert(shapes.answer(request(entry, **step))["counted"], Counted)
+
+
+def test_it_is_counted_on_the_meta_device() -> None:
+    found = counted("Net")
+    layer = 2 * 32 + (32 + 1) * 128 + (128 + 1) * 32
+    whole = 256 * 32 + 3 * layer  # the head shares the embedding's weight
+    assert (found.parameters, found.parameter_bytes, found.trainable) == (whole, 4 * whole, whole - 32)
+    assert (found.buffers, found.buffer_bytes, found.built_on, found.dtypes) == (1, 10, "meta", {"float32": whole})
+    assert found.units == tuple(Unit(f"layers.{i}", layer) for i in range(3))
+    assert found.largest == Unit("embed", 256 * 32)
+
+
+def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
+    found = counted("Valued")
+    assert (found.parameters, found.built_on, found.largest.name) == (3, "cpu", "the model itself")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("fails", "counted_nets:fails': KeyError: 'no such width' ("),
+        ("leaves", "counted_nets:leaves': SystemExit: not on this machine ("),
+        ("Nothing", "has no attribute 'Nothing'"),
+    ],
+)
+def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> None:
+    answer = shapes.answer(request(entry))
+    assert said in answer["error"] and answer["fix"]
+
+
+MARK = 7_777_777
+
+
+def mark_the_update(*_: Any) -> None:
+    """Shows in the allocator's account where the optimizer begins."""
+    torch.empty(MARK, dtype=torch.uint8)
+
+
+def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int, int]:
+    """Bytes that a real step allocates, by the allocator's own account: at its peak, and at that of forward and
+    backward pass."""
+    what = models.task(recipe)
+    spec = ALONE.__dict__ | {"layout": Layout(activation_checkpointing=checkpointing)}
+    context = RankContext(**spec)
+    computation.apply(what.model, context)
+    groups = optim.decay_groups(what.model, 0.1)
+    optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, context.device))
+    step = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
+    batch = default_collate([what.dataset[i] for i in range(micro_batch)])
+    optimizer.register_step_pre_hook(mark_the_update)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
+        step([tuple(batch)], None, what.loss, 1.0)
+    now = passes = peak = 0
+    raw: Any = prof.profiler.kineto_results.events()
+    for event in sorted((e for e in raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        size = event.nbytes()
+        if abs(size) == MARK:
+            passes = passes or peak
+            continue
+        now += size
+        peak = max(peak, now)
+    return peak, passes
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_traced_step_needs_what_a_real_one_does(checkpointing: str) -> None:
+    found = counted("Net", micro_batch=8, activation_checkpointing=checkpointing)
+    assert found.untraced == "" and found.traced is not None
+    recipe = build(request("Net")["recipe"], Recipe, "recipe")
+    peak, passes = real_peak(recipe, 8, checkpointing)
+    traced = found.traced.peak_bytes
+    # A real step starts with its parameters and its batch allocated.
+    there = traced["parameter"] + traced["buffer"] + traced["other"]
+    assert there == found.parameter_bytes + found.buffer_bytes + 2 * 8 * 32 * 8
+    assert sum(traced.values()) - there == pytest.approx(peak, rel=0.02)
+    assert found.traced.activations_bytes == pytest.approx(passes, rel=0.1)
+
+
+def test_checkpointing_and_half_precision_are_in_the_trace() -> None:
+    plain, redone, half = (
+        counted("Net", **step).traced
+        for step in ({"micro_batch": 8}, {"activation_checkpointing": "full"}, {"precision": "bf16", "sharded": True})
+    )
+    assert plain is not None and redone is not None and half is not None
+    assert redone.activations_bytes < plain.activations_bytes
+    assert half.peak_bytes["parameter"] < plain.peak_bytes["parameter"]
+
+
+def test_a_step_that_cannot_be_traced_says_why_and_is_counted_all_the_same() -> None:
+    found = counted("Asks", micro_batch=2)
+    assert found.traced is None and found.parameters > 0
+    assert found.untraced.startswith("the trace failed: ") and "DataDependent" in found.untraced
+
+
+def test_a_torch_without_the_tracker_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed._tools.mem_tracker", None)
+    found = counted("Net", micro_batch=2)
+    assert "has no MemTracker" in found.untraced and math.isfinite(found.parameters)
