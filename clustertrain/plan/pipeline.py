@@ -38,21 +38,30 @@ def enough(layout: Layout) -> int:
     return ENOUGH * layout.pp if layout.pp > 1 else 1
 
 
+def waiting(layout: Layout, micro_batches: int) -> float:
+    """For how many micro-batches' work a rank of the pipeline waits in a step, while it fills and drains.
+
+    (p - 1) / v of it (arXiv 2205.05198, section 4.2.3); the schedules that split the backward pass leave a third or
+    nothing (arXiv 2401.10241, table 1). Of fewer micro-batches than ranks each comes back to a rank for its next stage
+    only after all p ranks, so interleaving saves nothing then: one micro-batch keeps one rank busy at a time.
+    """
+    missing = max(0, layout.pp - micro_batches)
+    part = {"zero-bubble": 1 / 3, "zbv": 0.0}.get(layout.schedule or "", 1.0)
+    return missing + part * (layout.pp - 1 - missing) / layout.virtual_stages
+
+
 def bubble_fraction(layout: Layout, micro_batches: int) -> float | None:
     """The part of a step in which a rank of the pipeline waits; None where that is not known.
 
-    Of 1F1B (p - 1) / m of the working time, with v stages a rank a v-th of it (arXiv 2205.05198, section 4.2.3);
-    zero-bubble, which does the gradients of the weights in it, leaves a third (arXiv 2401.10241, table 1). ZBV leaves
-    none where forward pass and both halves of the backward pass take equally long and there is enough to fill it.
+    ZBV leaves none where forward pass and both halves of the backward pass take equally long and there is enough to
+    fill it.
     """
     if layout.pp == 1 or not micro_batches:
         return None
     if layout.schedule == "zbv":
         return 0.0 if micro_batches >= enough(layout) else None
-    waiting = (layout.pp - 1) / (micro_batches * layout.virtual_stages)
-    if layout.schedule == "zero-bubble":
-        waiting /= 3
-    return waiting / (1 + waiting)
+    waits = waiting(layout, micro_batches)
+    return waits / (micro_batches + waits)
 
 
 def in_flight(layout: Layout, micro_batches: int) -> tuple[float, float]:

@@ -77,8 +77,12 @@ def _or_note(row: Mapping[str, str]) -> Prediction:
 
 
 def _measured_ratio(row: Mapping[str, str], found: Prediction) -> float | None:
-    """Measured over predicted throughput, from the first of tokens, TFLOP/s and MFU that the row has."""
-    measured, predicted = measured_throughput(row, found)
+    """Measured over predicted throughput, from the first of tokens, TFLOP/s and MFU that the row has; None where it has
+    neither, or what is no number."""
+    try:
+        measured, predicted = measured_throughput(row, found)
+    except ConfigError:
+        return None
     return measured / predicted if measured and predicted else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertrain.plan import compute
+from clustertrain.plan import compute, pipeline
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.compute import FITTED, Constants, Rates
 from clustertrain.plan.decoder import Decoder
@@ -141,14 +141,10 @@ def with_data(core: Core, model: Decoder, layout: Layout, run: Pass, stack: Stac
 
 def _bubble(layout: Layout, m: int, one: float, head: float) -> float:
     """Seconds that a rank waits: while the pipeline fills and drains, and for the stage that has the head as well.
-
-    ``one`` micro-batch of a rank's blocks. Fill and drain: (p - 1) / v of it (arXiv 2205.05198, section 4.2.3); the
-    schedules that split the backward pass leave a third or nothing (arXiv 2401.10241, table 1).
-    """
+    ``one`` micro-batch of a rank's blocks."""
     if layout.pp == 1:
         return 0.0
-    part = {"zero-bubble": 1 / 3, "zbv": 0.0}.get(layout.schedule or "", 1.0)
-    return part * one * (layout.pp - 1) / layout.virtual_stages + head * m * (1 - 1 / layout.pp)
+    return pipeline.waiting(layout, m) * one + head * m * (1 - 1 / layout.pp)
 
 
 def _tensor(model: Decoder, layout: Layout, network: Network, tokens: float, again: bool) -> float:

@@ -78,6 +78,18 @@ def test_a_dry_run_submits_nothing_and_imports_nothing_to_submit_with(tmp_path: 
     assert "clustertrain.plan.planner" in modules  # it did its work
 
 
+def test_a_plan_with_times_and_a_table_of_predictions_import_no_torch(tmp_path: Path) -> None:
+    modules = _modules(
+        tmp_path, "plan", "--nodes", "4", "--gpus", "8", "--gpu-type", "h100", "--set", "model.preset=llama3.1-8b"
+    )
+    assert {"clustertrain.plan.search", "clustertrain.plan.why_chosen"} <= modules
+    program = _PACKAGE.replace("import clustertrain\n", "import clustertrain.plan.table\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "clustertrain.plan.table" in json.loads(done.stdout)
+    for found in (modules, set(json.loads(done.stdout))):
+        assert not {"torch", "numpy", "submitit", "rich", "pynvml"} & found
+
+
 def test_submit_imports_no_torch(submitted: Path) -> None:
     modules = _modules(submitted, "submit", "--name", "again")
     assert "submitit" in modules

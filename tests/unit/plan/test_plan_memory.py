@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, Memory, Pass, activation_bytes, logits_bytes, of_rank
+from clustertrain.plan.memory import GIB, Memory, of_rank
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec
 

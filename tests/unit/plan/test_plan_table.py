@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from clustertrain.errors import ConfigError
 from clustertrain.plan import table
 from clustertrain.plan.decoder import attention_flops
 from clustertrain.plan.rows import read
@@ -163,3 +164,30 @@ def test_a_row_with_missing_and_none_cells_is_a_row_with_empty_ones() -> None:
     without = {name: cell for name, cell in TITAN.items() if name != "act_ckpt"}
     short: dict[str, str] = {**without, "act_ckpt": None, "note": None}  # type: ignore[dict-item]
     assert list(predict([short])) == list(predict([without])) == [predicted(act_ckpt="")]
+
+
+def test_one_measured_row_of_a_source_sets_the_factor_of_the_others() -> None:
+    plain = number(predicted().tokens_per_s_per_gpu)
+    same = {**TITAN, "tokens_per_s_per_gpu": f"{0.8 * plain}"}
+    others = [{**same, "seq": "4096", "tokens_per_s_per_gpu": ""}, {**TITAN, "source": "another"}]
+    setting, scaled, elsewhere = predict([same, *others], calibrate=True)
+    assert setting.tokens_per_s_per_gpu == pytest.approx(0.8 * plain) and setting.note == table.CALIBRATES
+    uncalibrated = predict(others)
+    assert scaled.tokens_per_s_per_gpu == pytest.approx(0.8 * number(uncalibrated[0].tokens_per_s_per_gpu))
+    assert elsewhere == uncalibrated[1]
+    assert scaled.peak_mem_gib == uncalibrated[0].peak_mem_gib
+
+
+@pytest.mark.parametrize("cell", ["abc", "nan", "-1", "0", ""])
+def test_a_measurement_that_is_no_number_calibrates_nothing(cell: str) -> None:
+    bad = {**TITAN, "tokens_per_s_per_gpu": cell}
+    unknown = {**TITAN, "gpu": "X9000", "mfu_pct": "40"}
+    assert predict([bad, unknown], calibrate=True) == predict([bad, unknown])
+
+
+def test_a_row_that_states_no_layout_gets_one_that_fits() -> None:
+    bare = {name: cell for name, cell in TITAN.items() if name not in ("fsdp_or_zero", "micro_bs", "act_ckpt")}
+    made = of_row(bare)
+    assert made.fits is True and "the layout is not stated: fsdp" in made.note
+    with pytest.raises(ConfigError, match="none of 1 GPUs has room"):
+        of_row({**bare, "n_gpus": "1", "global_bs_seqs": ""})

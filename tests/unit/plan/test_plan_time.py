@@ -104,6 +104,15 @@ def test_schedules_that_split_the_backward_pass_wait_less_and_interleaving_sends
     assert interleaved.pipeline_s == pytest.approx(2 * plain.pipeline_s)
 
 
+def test_interleaving_does_not_help_where_there_are_fewer_micro_batches_than_ranks() -> None:
+    """One micro-batch is at one rank at a time, however many stages it passes there."""
+    for virtual, schedule in ((1, "gpipe"), (2, "interleaved"), (8, "interleaved"), (2, "zero-bubble"), (2, "zbv")):
+        alone = piped(virtual, schedule, accumulate=1)
+        assert alone.bubble_s / alone.compute_s == pytest.approx(3, rel=0.1)
+    plain, interleaved = piped(1, "gpipe", 2), piped(4, "interleaved", 2)
+    assert 2 * 0.9 < 2 * interleaved.bubble_s / interleaved.compute_s < 2 * plain.bubble_s / plain.compute_s
+
+
 def test_a_large_head_makes_the_other_stages_wait() -> None:
     assert piped(vocab=256_000).bubble_s > 1.5 * piped().bubble_s
 

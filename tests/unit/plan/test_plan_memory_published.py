@@ -1,0 +1,79 @@
+"""The memory formulas give the tables of the papers that they are from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from clustertrain.plan import stack
+from clustertrain.plan.activations import Part, Pass, activation_bytes
+from clustertrain.plan.decoder import Shape
+from clustertrain.plan.layout import Layout
+from clustertrain.plan.memory import GIB, of_rank
+from clustertrain.plan.stack import Stack
+
+# 7.5 billion parameters, about: what is compared is bytes a parameter.
+GPT_7B5 = Shape(vocab_size=50_304, dim=4096, layers=36, heads=32, kv_heads=32, hidden=4 * 4096, gated=False)
+# Fp16 weights and gradients, fp32 weights and AdamW's moments (arXiv 1910.02054, section 3.1).
+ZERO = Stack(name="zero", weight_bytes=2, grad_bytes=2, optimizer_bytes=12)
+
+
+def states(layout: Layout, of: Stack) -> float:
+    """GB of 1e9 bytes, of 7.5e9 parameters."""
+    memory = of_rank(GPT_7B5, layout, Pass(1024, 1, compute="fp16", device="cuda"), None, of)
+    held = (memory.params_gib or 0) + (memory.grads_gib or 0) + (memory.optimizer_gib or 0)
+    return held * GIB / GPT_7B5.parameters() * 7.5
+
+
+def test_zeros_table_of_a_7_5_billion_model_on_64_gpus() -> None:
+    """Figure 1 of arXiv 1910.02054: 120, 31.4, 16.6 and 1.9 GB."""
+    zero1 = Layout(strategy="zero1", zero1=True, dp_replicate=64)
+    assert states(Layout(strategy="ddp", dp_replicate=64), ZERO) == pytest.approx(120, abs=0.05)
+    assert states(zero1, ZERO) == pytest.approx(31.4, abs=0.05)
+    assert states(zero1, replace(ZERO, shards_gradients=True)) == pytest.approx(16.6, abs=0.05)
+    # The paper does not count what stage 3 gathers for a moment: offload takes away all but that.
+    zero3 = Layout(strategy="fsdp", dp_shard=64)
+    gathered = states(Layout(strategy="fsdp", dp_shard=64, offload=True), ZERO)
+    assert states(zero3, ZERO) - gathered == pytest.approx(1.88, abs=0.01)
+
+
+# Korthikanti et al.: a layer of Megatron's 175B model with dropout and plain attention, in units of s b h.
+GPT_175B = Shape(
+    vocab_size=51_200, dim=12_288, layers=96, heads=96, kv_heads=96, hidden=4 * 12_288, gated=False, dropout=0.1
+)
+MEGATRON = stack.find("Korthikanti")
+SEQ = 2048
+SCORES = 5 * GPT_175B.heads * SEQ / GPT_175B.dim  # 80: of plain attention
+
+
+def a_layer(kind: str, tp: int, *, along: bool = False, micro_batch: int = 1, of: Stack = MEGATRON) -> float:
+    """Bytes that one more layer keeps, per s b h."""
+    layout = Layout(tp=tp, sequence_parallel=along, activation_checkpointing=kind)
+    run = Pass(SEQ, micro_batch, compute="fp16", device="cuda")
+    more, fewer = (activation_bytes(GPT_175B, run, layout, Part(n), of) for n in (9, 8))
+    return (more - fewer) / (SEQ * micro_batch * GPT_175B.dim)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_layer_keeps_what_korthikanti_counts(tp: int) -> None:
+    """Table 2 of arXiv 2205.05198."""
+    assert a_layer("none", tp) == pytest.approx(10 + 24 / tp + SCORES / tp, rel=0.001)
+    assert a_layer("selective_attn", tp) == pytest.approx(10 + 24 / tp, rel=0.003)
+    assert a_layer("full", tp) == pytest.approx(2)
+    if tp > 1:
+        assert a_layer("none", tp, along=True) == pytest.approx((34 + SCORES) / tp, rel=0.001)
+        assert a_layer("selective_attn", tp, along=True) == pytest.approx(34 / tp, rel=0.003)
+        assert a_layer("full", tp, along=True) == pytest.approx(2 / tp)
+
+
+def test_flash_attention_spares_the_scores_and_torch_keeps_what_megatron_gathers_again() -> None:
+    flash = replace(MEGATRON, plain_attention=False)
+    assert a_layer("none", 1) - a_layer("none", 1, of=flash) == pytest.approx(SCORES)
+    kept = replace(MEGATRON, regathers=False)  # the inputs of two linear layers, 2 + 2 s b h, whole
+    more = a_layer("none", 8, along=True, of=kept) - a_layer("none", 8, along=True)
+    assert more == pytest.approx(4 * (1 - 1 / 8))
+
+
+def test_a_layers_bytes_grow_with_the_micro_batch_alone() -> None:
+    assert a_layer("none", 8, along=True, micro_batch=4) == pytest.approx(a_layer("none", 8, along=True))
