@@ -114,7 +114,7 @@ def test_interleaving_does_not_help_where_there_are_fewer_micro_batches_than_ran
 
 
 def test_a_large_head_makes_the_other_stages_wait() -> None:
-    assert piped(vocab=256_000).bubble_s > 1.5 * piped().bubble_s
+    assert piped(vocab=256_000).bubble_s > piped().bubble_s
 
 
 def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
@@ -129,7 +129,7 @@ def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
         )
         for strategy in ("fsdp", "fsdp-grad-op")
     )
-    assert again.data_s > 3 * kept.data_s
+    assert again.data_s > 1.5 * kept.data_s  # once for the backward pass of each, besides the forward passes
     assert again.compute_s == kept.compute_s
 
 
