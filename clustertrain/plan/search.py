@@ -24,7 +24,7 @@ from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import Precision
 
 # What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
-# has to be faster by SIMPLER, another degree or way to shard by TIE.
+# has to earn SIMPLER, another degree or way to shard TIE.
 SIMPLER, TIE = 0.05, 0.03
 LARGEST_MICRO_BATCH = 64
 RECOMPUTES = ("none", "selective", "full")
@@ -120,17 +120,29 @@ def _family(degrees: Layout, strategy: str) -> str:
     return "fsdp" if strategy == "fsdp-grad-op" else strategy
 
 
+def _alike(layout: Layout, strategy: str) -> tuple[object, ...]:
+    """What two layouts have in common between which only time decides."""
+    return strategy, layout.tp > 1, layout.pp > 1, layout.cp > 1, layout.virtual_stages > 1
+
+
 def kinds(layout: Layout) -> int:
-    """How much of a layout must be understood by who debugs it, for sorting."""
-    return (layout.tp > 1) + 2 * (layout.pp > 1) + 3 * (layout.cp > 1) + (layout.virtual_stages > 1)
+    """How many kinds of parallelism there are besides the data-parallel one. Split sequences count twice: they are the
+    rarest, and below very long sequences nobody else runs them."""
+    return (layout.tp > 1) + (layout.pp > 1) + 2 * (layout.cp > 1)
 
 
-def machinery(layout: Layout) -> tuple[int, int, int]:
-    """What decides between layouts of the same kinds that are equally fast: the simpler data-parallel one, then the
-    smaller degrees, then less recomputation."""
+def cost(candidate: Candidate) -> float:
+    """Seconds, with what each kind of parallelism has to earn."""
+    return candidate.step_s * (1 + SIMPLER) ** kinds(candidate.layout)
+
+
+def machinery(layout: Layout) -> tuple[int, ...]:
+    """What decides between layouts that cost about the same: the fewer and simpler kinds, the smaller degrees, then
+    less recomputation."""
     order = ("single", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard")
     redone = RECOMPUTES.index(layout.activation_checkpointing)
-    return order.index(layout.strategy), layout.tp * layout.pp * layout.cp, redone
+    kind = FAMILIES.index(family(layout))
+    return kinds(layout), kind, order.index(layout.strategy), layout.tp * layout.pp * layout.cp, redone
 
 
 def search(problem: Problem) -> Found:
@@ -153,6 +165,7 @@ class _Search:
         self.work: dict[tuple[int, int, int], Work] = {}
         self.kept: memory.Kept = {}
         self.fastest: dict[str, float] = {}  # of each family, seconds
+        self.alike: dict[tuple[object, ...], float] = {}  # of layouts of the same kinds and strategy
         self.fitting: dict[tuple[object, ...], Candidate] = {}
         self.missed: dict[tuple[object, ...], Candidate] = {}  # of each layout the first that did not fit
         self.states: dict[tuple[object, ...], float] = {}  # GiB of what did not fit, at least, without activations
@@ -201,7 +214,7 @@ class _Search:
             self.considered += 1
             kind = _family(open_layout, strategy)
             self.tried.add(kind)
-            if way.core.seconds > (1 + SIMPLER) * self.fastest.get(kind, math.inf):
+            if way.core.seconds > (1 + TIE) * self.alike.get(_alike(open_layout, strategy), math.inf):
                 continue
             where = (strategy, shard, open_layout.tp, open_layout.cp, open_layout.pp, open_layout.virtual_stages)
             if where in self.states and room < self.states[where]:
@@ -238,7 +251,8 @@ class _Search:
         for defer in self._reductions(layout, run):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
             step = time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
-            better = min((1 + SIMPLER) * self.fastest.get(kind, math.inf), known.step_s if known else math.inf)
+            alike = _alike(layout, layout.strategy)
+            better = min((1 + TIE) * self.alike.get(alike, math.inf), known.step_s if known else math.inf)
             if step.step_s >= better:
                 return
             need = memory.of_rank(problem.model, tried, run, None, problem.stack, self.kept)
@@ -246,6 +260,7 @@ class _Search:
             if candidate.peak_gib <= problem.limit_gib:
                 self.fitting[where] = candidate
                 self.fastest[kind] = min(step.step_s, self.fastest.get(kind, step.step_s))
+                self.alike[alike] = min(step.step_s, self.alike.get(alike, step.step_s))
                 return
         if where not in self.states:
             self.states[where] = self._least_states(layout, run)
@@ -308,14 +323,12 @@ class _Search:
 
 
 def ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """By time; but first the simplest of those that are about as fast as the fastest."""
+    """By time; but first the simplest of those that cost about as little as the cheapest."""
     order = sorted(candidates, key=lambda c: c.step_s)
     if not order:
         return []
-    near = [c for c in order if c.step_s <= (1 + SIMPLER) * order[0].step_s]
-    simplest = min(kinds(c.layout) for c in near)
-    near = [c for c in near if kinds(c.layout) == simplest]
-    first = min((c for c in near if c.step_s <= (1 + TIE) * near[0].step_s), key=lambda c: machinery(c.layout))
+    least = min(map(cost, order))
+    first = min((c for c in order if cost(c) <= (1 + TIE) * least), key=lambda c: machinery(c.layout))
     return [first, *(c for c in order if c is not first)]
 
 

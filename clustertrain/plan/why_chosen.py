@@ -36,8 +36,8 @@ def chosen(found: Found, gpu: str, asked: str) -> list[str]:
     if fastest.step_s < best.step_s and search.kinds(fastest.layout) != search.kinds(best.layout):
         gain = best.step_s / fastest.step_s - 1
         said.append(
-            f"{brief(fastest)} would be {gain:.1%} faster; less than {SIMPLER:.0%} is within the prediction's error, "
-            "and the simpler layout is easier to run"
+            f"{brief(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn {SIMPLER:.0%}, "
+            "since the prediction is not better than that and the simpler layout is easier to run"
         )
     said.append("a step goes into " + shares(best))
     if best.layout.activation_checkpointing != "none":
