@@ -21,7 +21,6 @@ class Constants:
     depth: float = 41.0  # the inner dimension at which a matmul runs at half its rate
     unaligned: float = 1.65  # cost of dimensions that are no multiple of 64 (NVIDIA's matmul performance guide)
     scores: float = 9.2  # bytes moved for one score of plain attention, forward
-    traffic: float = 1.0  # of pointwise operations, as counted below
     cast: float = 1.53  # of what 8 and 4 bit formats cast and scale
     backward_host: float = 2.5  # launches of a backward pass, of a forward pass's
 
@@ -31,12 +30,13 @@ FITTED = Constants()
 
 @dataclass(frozen=True)
 class Rates:
-    """``matmul`` in FLOP/s for the linear layers, ``attention`` for 16 bit, ``memory`` in bytes/s."""
+    """``matmul``: FLOP/s of the linear layers, ``half``: of 16-bit matmuls, ``memory``: bytes/s; ``width``: bytes of a
+    number in the linear layers."""
 
     matmul: float
     half: float
     memory: float
-    eighths: int = 2  # bytes of the matmuls' numbers, 2: 16 bit
+    width: int = 2
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ def rates(gpu: GpuType, precision: str, constants: Constants = FITTED) -> Rates:
         low = peak * eight_part * sustained * constants.low_bits[_LOW[precision]] * 1e12
         return Rates(low, half, memory, 1)
     if precision in ("fp32", "tf32"):
-        slower = half / (16 if precision == "fp32" else 2)
-        return Rates(slower, slower, memory, 4)
+        full = gpu.fp32_tflops * 1e12 * sustained
+        if precision == "tf32" and gpu.bf16:
+            full = half / 2
+        return Rates(full, full, memory, 4)
     return Rates(half, half, memory, 2)
 
 
@@ -88,7 +90,7 @@ def matmul_s(m: float, n: float, k: float, rate: float, memory: float, width: in
 
 def linear_s(tokens: float, inputs: float, outputs: float, r: Rates, c: Constants) -> tuple[float, float]:
     """(forward, backward) of a linear layer: the backward pass has two matmuls of the same size."""
-    m, rate, memory, width = tokens, r.matmul, r.memory, r.eighths
+    m, rate, memory, width = tokens, r.matmul, r.memory, r.width
     forward = matmul_s(m, outputs, inputs, rate, memory, width, c)
     backward = matmul_s(m, inputs, outputs, rate, memory, width, c)
     return forward, backward + matmul_s(inputs, outputs, m, rate, memory, width, c)
@@ -118,10 +120,10 @@ def block_s(
     core, core_back = _attention_s(model, tokens, seq_len, tp, stack, r, c)
     if masked:
         core, core_back = 2 * core, 2 * core_back
-    # Reads and writes of 16-bit numbers: two norms and residuals; rotary embedding; activation and product.
-    moved = 2.0 * (14 * dim / along + 4 * wide / tp + (5 if model.gated else 4) * hidden / tp)
-    pointwise = tokens * moved * stack.traffic * c.traffic / r.memory
-    if r.eighths == 1:
+    # Reads and writes: two norms and residuals; rotary embedding; activation and product.
+    moved = max(2, r.width) * (14 * dim / along + 4 * wide / tp + (5 if model.gated else 4) * hidden / tp)
+    pointwise = tokens * moved * stack.traffic / r.memory
+    if r.width == 1:
         pointwise += tokens * c.cast * 3.0 * (2 * dim / along + (dim + hidden) / tp) / r.memory
     return Seconds(
         forward=forward + core + pointwise,

@@ -6,7 +6,7 @@ import msgspec
 
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.plan.memory import CONTEXT_BYTES, DISTRIBUTED_BYTES, GIB, GRAD_BYTES, SAFE_FRACTION, Memory
+from clustertrain.plan.memory import GIB, GRAD_BYTES, Memory, overhead_bytes
 
 MOMENTS = 2  # of AdamW, each of the parameter's own size and type
 
@@ -67,14 +67,15 @@ def memory(model: Counted, layout: Layout, run: Pass, capacity_gib: float | None
     )
     if model.traced is None:
         return states
-    overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
-    peak = params + model.buffer_bytes + grads + optimizer + model.traced.activations_bytes + overhead
+    allocated = params + model.buffer_bytes + grads + optimizer + model.traced.activations_bytes
+    overhead = overhead_bytes(allocated, layout, run)
+    peak = allocated + overhead
     return msgspec.structs.replace(
         states,
         activations_gib=model.traced.activations_bytes / GIB,
         overhead_gib=overhead / GIB,
         peak_gib=peak / GIB,
-        fits=None if capacity_gib is None else peak / GIB <= SAFE_FRACTION * capacity_gib,
+        fits=None if capacity_gib is None else peak / GIB <= capacity_gib,
     )
 
 

@@ -42,7 +42,7 @@ class Given:
         model = spec.recipe.model
         self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
         self.gpu_name = self.gpu.name if self.gpu else ""
-        self.stack = stacks.compiled(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
+        self.stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
 
     def wanted(self) -> tuple[Strategy | None, str]:
         """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
@@ -130,7 +130,8 @@ class Given:
             strategy=strategy,
             tp=self.tp if fixed else 0,
             cp=self.cp if fixed else 0,
-            pp=self.pp if fixed else 0,
+            # Names of modules that begin stages are for a pipeline that is asked for.
+            pp=self.pp if fixed or parallel.split else 0,
             dp_replicate=job.dp_replicate,
             dp_shard=job.dp_shard,
             micro_batch=recipe.train.micro_batch,

@@ -38,16 +38,13 @@ def machine_of(gpu: GpuType, gpus_per_node: int, precision: str, profile: Cluste
     """``precision``: one of the recipe's. A measured matmul rate counts for 16 bit and scales what rests on it."""
     rates, found = compute.rates(gpu, precision), network.of(gpu, gpus_per_node, fabric_of(profile, gpus_per_node))
     measured = profile.measured
-    if measured is not None and hardware.find(measured.device) is gpu:
+    if measured is not None and (profile.gpu is gpu or hardware.find(measured.device) is gpu):
         if measured.node_bus_gb_s:
             found = replace(found, link=measured.node_bus_gb_s * 1e9 * SMALLER)
         if measured.fabric_bus_gb_s:
             found = replace(found, fabric=measured.fabric_bus_gb_s * 1e9 * SMALLER)
         if measured.gemm_tflops and measured.gemm_dtype != "fp32":
-            scale = measured.gemm_tflops * 1e12 * compute.FITTED.sustained[compute.generation(gpu)] / rates.half
+            of_book = compute.rates(gpu, "bf16").half
+            scale = measured.gemm_tflops * 1e12 * compute.FITTED.sustained[compute.generation(gpu)] / of_book
             rates = replace(rates, matmul=rates.matmul * scale, half=rates.half * scale)
-    slower = profile.calibration
-    return Machine(
-        replace(found, link=found.link / slower, fabric=found.fabric / slower),
-        replace(rates, matmul=rates.matmul / slower, half=rates.half / slower, memory=rates.memory / slower),
-    )
+    return Machine(found, rates, profile.calibration)

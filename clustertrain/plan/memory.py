@@ -22,9 +22,7 @@ WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = (
     CLUSTERTRAIN.grad_bytes,
     CLUSTERTRAIN.optimizer_bytes,
 )
-# CUDA context 0.5 to 0.9 GiB, process group and NCCL buffers 1 to 2 GiB (stas00/ml-engineering).
-CONTEXT_BYTES = GIB
-DISTRIBUTED_BYTES = GIB
+CONTEXT_BYTES = GIB  # CUDA context and libraries: 0.5 to 0.9 GiB (stas00/ml-engineering)
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +83,9 @@ def _of_part(
             kept[key] = counted
     activations, logits = counted
     update = stack.update_bytes / stack.optimizer_bytes
-    overhead = (CONTEXT_BYTES + (DISTRIBUTED_BYTES if layout.world_size > 1 else 0)) if run.device == "cuda" else 0
-    peak = params + grads + optimizer + max(activations + logits, optimizer * update) + overhead
+    allocated = params + grads + optimizer + max(activations + logits, optimizer * update)
+    overhead = overhead_bytes(allocated, layout, run, stack)
+    peak = allocated + overhead
     return Memory(
         params_gib=params / GIB,
         grads_gib=grads / GIB,
@@ -98,6 +97,15 @@ def _of_part(
         capacity_gib=capacity_gib,
         fits=None if capacity_gib is None else peak / GIB <= capacity_gib,
     )
+
+
+def overhead_bytes(allocated: float, layout: Layout, run: Pass, stack: Stack = CLUSTERTRAIN) -> float:
+    """What a GPU holds besides tensors: the context, buffers of collectives, and what the allocator reserves more than
+    it gives out."""
+    if run.device != "cuda":
+        return 0.0
+    buffers = stack.buffers_gib * GIB if layout.world_size > 1 else 0.0
+    return CONTEXT_BYTES + buffers + stack.fragmentation * allocated
 
 
 def _states(model: Decoder, layout: Layout, run: Pass, part: Part, stack: Stack) -> tuple[float, float, float]:
@@ -150,6 +158,6 @@ def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pas
     gathered = min(blocks, 2) if layout.reshard_after_forward else blocks
     params = (ends + gathered * block) * run.compute_bytes
     reduced = max(ends, block) * stack.reduce_bytes
-    if run.grad_accum > 1 and layout.defer_reduction and stack.defer_reduction:
+    if run.grad_accum > 1 and stack.defer_reduction and (layout.defer_reduction or layout.pp > 1):
         return params, (ends + blocks * block) * stack.grad_bytes + reduced
     return params, (ends + block) * run.compute_bytes + reduced

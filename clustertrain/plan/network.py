@@ -20,11 +20,13 @@ HOP_S = 2.5e-6  # a step of the ring across nodes
 
 @dataclass(frozen=True)
 class Network:
-    """``island``: how many ranks the fast links join; ``link`` and ``fabric``: bytes/s a rank in one direction."""
+    """``island``: how many ranks the fast links join, ``per_node``: how many a node has; ``link`` and ``fabric``:
+    bytes/s a rank in one direction."""
 
     island: int
     link: float
     fabric: float
+    per_node: int = 8
 
     def group(self, size: int, stride: int) -> Group:
         """Ranks that are ``stride`` apart in the order of the ranks."""
@@ -55,8 +57,8 @@ class Group:
         return LAUNCH_S + HOP_S * (self.nodes - 1)
 
 
-def of(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0, link_gb_s: float = 0.0) -> Network:
-    """Of a cluster of ``gpu``; what is 0 is that of the system the type usually comes in."""
-    link = (link_gb_s or gpu.link_gb_s) * LINK_EFFICIENCY or PCIE_GB_S
+def of(gpu: GpuType, gpus_per_node: int, fabric_gb_s: float = 0.0) -> Network:
+    """Of a cluster of ``gpu``; a fabric of 0 is that of the system the type usually comes in."""
+    link = gpu.link_gb_s * LINK_EFFICIENCY or PCIE_GB_S
     fabric = (fabric_gb_s or gpu.fabric_gb_s) * FABRIC_EFFICIENCY
-    return Network(max(gpu.domain, gpus_per_node), link * 1e9, fabric * 1e9)
+    return Network(gpu.domain or gpus_per_node, link * 1e9, fabric * 1e9, gpus_per_node)

@@ -37,7 +37,6 @@ _PRECISIONS = (
     (r"tf32", "tf32"),
     (r"fp32", "fp32"),
 )
-_RECOMPUTES = {"": "", "no": "none", "none": "none", "selective": "selective_attn", "selective_op": "selective_op"}
 RING = ParallelSpec(context="ring")  # how the frameworks of the table do context parallel
 # Families whose feed-forward layer is SwiGLU, where the number of parameters leaves it open.
 _GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
@@ -45,13 +44,13 @@ _GATED = re.compile(r"llama|qwen|mistral|internlm|gemma", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``recompute`` may be empty: not stated. ``shards``: the ranks that a ZeRO group spans, where not all."""
+    """``recompute`` may be empty and ``micro_batch``, ``global_batch`` and ``gpus`` 0: not stated."""
 
     shape: Shape
     layout: Layout
     seq_len: int
-    micro_batch: int  # 0: not stated
-    global_batch: int  # 0: not stated
+    micro_batch: int
+    global_batch: int
     recompute: str
     precision: str
     compiled: bool
@@ -60,7 +59,7 @@ class Row:
     capacity_gib: float
     gpus_per_node: int
     fabric_gb_s: float
-    gpus: int  # 0: not stated
+    gpus: int
     stated: bool  # whether the layout is
 
     @property
@@ -129,7 +128,7 @@ def _variant(row: Mapping[str, str], found: Stack) -> Stack:
     """The framework with what the row says of its options: sequence parallel, the kind of ZeRO, fp32 gradients."""
     kind, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
     if kind.startswith("zero") and found.name == "transformers":
-        found = stack.find("DeepSpeed")
+        found = stack.named("deepspeed")
     if re.search(r"no sequence parallel|no SP\b", note):
         found = replace(found, sequence_parallel=False)
     elif re.search(r"sequence parallel on|SP on|SP \+", note):

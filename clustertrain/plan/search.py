@@ -33,7 +33,6 @@ HOPELESS = 2.0  # times the fastest: not looked at any more
 # 5.4); ZeRO-3 over 1536 lost two thirds of its speed (SC21, arXiv 2104.04473, table 2).
 LARGEST_GROUP = 512
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
-# Without a need for them none of these is worth its machinery: the later, the more.
 FAMILIES = ("single", "ddp", "zero1", "fsdp", "hybrid-shard", "tensor parallel", "pipeline", "context parallel")
 
 
@@ -254,6 +253,8 @@ class _Search:
 
     def _reductions(self, layout: Layout, run: Pass) -> tuple[bool, ...]:
         wanted = self.problem.parallel.defer_reduction
+        if layout.pp > 1:  # torch's stages keep gradients whole until the schedule's end
+            return (True,)
         if wanted != "auto":
             return (wanted,)
         return (True, False) if layout.fully_sharded and run.grad_accum > 1 else (True,)
@@ -363,9 +364,11 @@ def _schedules(problem: Problem, pp: int) -> list[tuple[str | None, int]]:
     wanted = problem.wanted
     if pp == 1:
         return [(None, 1)]
+    layers, split = problem.model.layers, problem.parallel.split
     if wanted.schedule:
-        return [(wanted.schedule, wanted.virtual_stages or 1)]
-    layers = problem.model.layers
+        virtual = wanted.virtual_stages or 1
+        runs = pp * virtual <= layers + 2 and (not split or pp * virtual == len(split) + 1)
+        return [(wanted.schedule, virtual)] if runs else []
     return [("1f1b", 1), *(("interleaved", v) for v in VIRTUAL_STAGES if pp * v <= layers + 2)]
 
 
@@ -384,7 +387,8 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
         if tp * cp * pp == 1:
             found.append(("zero1", data, 1))
         groups = _shard_groups(problem, data, tp * cp)
-        found += [("hybrid-shard", data // s, s) for s in groups if wanted.strategy or s * cp <= LARGEST_GROUP]
+        asked = wanted.strategy or wanted.dp_shard or wanted.dp_replicate
+        found += [("hybrid-shard", data // s, s) for s in groups if asked or s * cp <= LARGEST_GROUP]
     for strategy, replicate, shard in found:
         if wanted.strategy and strategy != wanted.strategy and not (strategy == "single" and found[1:] == []):
             continue
@@ -396,7 +400,11 @@ def _data_kinds(problem: Problem, data: int, tp: int, cp: int, pp: int) -> Itera
 
 
 def _shard_groups(problem: Problem, data: int, inner: int) -> list[int]:
-    """Inside a node, or of whole nodes: other groups would lie across the border of one."""
+    """What the user says; else inside a node, or of whole nodes: other groups would lie across the border of one."""
+    wanted = problem.wanted
+    if wanted.dp_shard or wanted.dp_replicate:
+        group = wanted.dp_shard or data // wanted.dp_replicate
+        return [group] if 1 < group < data and data % group == 0 else []
     if problem.world <= problem.gpus_per_node:
         return []
     node = max(1, problem.gpus_per_node // inner)

@@ -61,8 +61,9 @@ class Stack:
 
 # Its kernels are torchtitan's, eager PyTorch under fully_shard; no published table has it.
 CLUSTERTRAIN = Stack(
-    name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, traffic=2.95, flash=0.48
-)
+    name="clustertrain", deals_whole=True, wraps_parts=True, defer_reduction=True, buffers_gib=1.0, traffic=2.95,
+    flash=0.48,
+)  # fmt: skip
 
 # bf16 weights, fp32 gradients, fp32 master weights and moments: 18 bytes (Megatron-LM, docs of its distributed
 # optimizer).
@@ -115,11 +116,18 @@ def find(text: str) -> Stack:
     return next((stack for stack in STACKS if re.search(stack.words, text)), CLUSTERTRAIN)
 
 
+def named(name: str) -> Stack:
+    return next(stack for stack in STACKS if stack.name == name)
+
+
+def compiled_blocks(stack: Stack) -> Stack:
+    """With torch.compile on each block, which fuses the pointwise kernels and makes half of the launches."""
+    return replace(stack, traffic=stack.traffic / 2, host_s=stack.host_s / 2, fused_mlp=True, plain_norms=False)
+
+
 def compiled(stack: Stack) -> Stack:
-    """With torch.compile, which fuses the pointwise kernels and makes half of the launches."""
-    return replace(
-        stack, traffic=stack.traffic / 2, host_s=stack.host_s / 2, fused_mlp=True, plain_norms=False, logit_bytes=10
-    )
+    """With the whole model under torch.compile, and the loss, which then makes one fp32 copy of the logits less."""
+    return replace(compiled_blocks(stack), logit_bytes=min(stack.logit_bytes, 10))
 
 
 def with_liger(stack: Stack) -> Stack:

@@ -16,7 +16,6 @@ from clustertrain.plan.memory import GIB, Memory
 from clustertrain.plan.rows import Row
 from clustertrain.plan.time import Step
 
-CONTEXT_GIB = memory.CONTEXT_BYTES / GIB
 # From the least that is redone; what a row does not state takes the first that fits.
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -115,14 +114,14 @@ def of_row(row: Mapping[str, str], constants: Constants = FITTED) -> Prediction:
     """Raises ConfigError where the row cannot be understood."""
     stated = rows.read(row)
     chosen, said = _filled(stated, constants)
-    step, peak = step_of(chosen, constants), memory_of(chosen)
+    step, need = step_of(chosen, constants), memory_of(chosen)
     rate = tokens_per_s(chosen, step)
     note = row.get("note") or ""
     return Prediction(
         tokens_per_s_per_gpu=rate,
         tflops_per_gpu=rate * flops_per_token(chosen, note) / 1e12,
-        peak_mem_gib=peak_gib(chosen, peak, note),
-        fits=device_gib(chosen, peak) <= chosen.capacity_gib,
+        peak_mem_gib=peak_gib(need, note),
+        fits=need.fits,
         note="; ".join(said),
     )
 
@@ -151,23 +150,14 @@ def memory_of(row: Row) -> Memory:
     return memory.of_rank(shape, layout, row.pass_of(), row.capacity_gib, row.stack)
 
 
-def reserved_gib(row: Row, need: Memory) -> float:
-    allocated = (need.peak_gib or 0.0) - (need.overhead_gib or 0.0)
-    buffers = row.stack.buffers_gib if row.layout.world_size > 1 else 0.0
-    return allocated * (1.0 + row.stack.fragmentation) + buffers
-
-
-def device_gib(row: Row, need: Memory) -> float:
-    return reserved_gib(row, need) + CONTEXT_GIB
-
-
-def peak_gib(row: Row, need: Memory, note: str) -> float:
-    """As the row's note counts it."""
+def peak_gib(need: Memory, note: str) -> float:
+    """As a row's note counts it: the whole device, what the allocator has given out, or what it has reserved."""
+    device = need.peak_gib or 0.0
     if "nvidia-smi" in note:
-        return device_gib(row, need)
+        return device
     if "allocated" in note and "reserved" not in note:
-        return (need.peak_gib or 0.0) - (need.overhead_gib or 0.0)
-    return reserved_gib(row, need)
+        return device - (need.overhead_gib or 0.0)
+    return device - memory.CONTEXT_BYTES / GIB
 
 
 def flops_per_token(row: Row, note: str) -> float:
@@ -268,4 +258,4 @@ def _with_micro_batch(row: Row, constants: Constants) -> tuple[Row, str]:
 
 
 def _fits(row: Row) -> bool:
-    return device_gib(row, memory_of(row)) <= row.capacity_gib
+    return memory_of(row).fits is True

@@ -14,15 +14,16 @@ class GpuType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``memory_gib`` is what the vendor sells; ``usable_gib`` what CUDA reports as total, where it was seen.
 
     The rates are the vendor's dense ones, without sparsity, in TFLOP/s (1e12); 0: there is no such unit. ``tflops``:
-    of the 16-bit format that training uses, bf16 where there is one. ``memory_gb_s``: of the HBM. ``link_gb_s``: one
-    GPU's NVLink (or its like) in one direction, 0 where the GPUs of a node talk over PCIe; ``domain``: how many GPUs
-    such links join, 0: those of a node. ``fabric_gb_s``: one GPU's share of the network in the system that the type
-    usually comes in. All GB are 1e9 bytes.
+    of the 16-bit format that training uses, bf16 where there is one; ``fp32_tflops``: without matrix units of fewer
+    bits. ``memory_gb_s``: of the HBM. ``link_gb_s``: one GPU's NVLink (or its like) in one direction, 0 where the GPUs
+    of a node talk over PCIe; ``domain``: how many GPUs such links join, 0: those of a node. ``fabric_gb_s``: one GPU's
+    share of the network in the system that the type usually comes in. All GB are 1e9 bytes.
     """
 
     name: str
     memory_gib: float
     source: str = "the cluster profile"
+    fp32_tflops: float = 0.0
     tflops: float = 0.0
     fp8_tflops: float = 0.0
     fp4_tflops: float = 0.0
@@ -50,7 +51,7 @@ def _nvidia(
     name: str,
     capability: float,
     memory_gib: float,
-    rates: tuple[float, float, float],
+    rates: tuple[float, float, float, float],
     memory_gb_s: float,
     link_gb_s: float,
     sheet: str,
@@ -60,14 +61,16 @@ def _nvidia(
     usable_gib: float | None = None,
     power: float = 1.0,
 ) -> GpuType:
-    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"; ``rates``: 16, 8 and 4 bits."""
+    """``capability``: from NVIDIA's table "CUDA GPU Compute Capability"; ``rates``: fp32 without tensor cores, 16, 8
+    and 4 bits."""
     return GpuType(
         name=name,
         memory_gib=memory_gib,
         source=f"NVIDIA {sheet} data sheet",
-        tflops=rates[0],
-        fp8_tflops=rates[1],
-        fp4_tflops=rates[2],
+        fp32_tflops=rates[0],
+        tflops=rates[1],
+        fp8_tflops=rates[2],
+        fp4_tflops=rates[3],
         memory_gb_s=memory_gb_s,
         link_gb_s=link_gb_s,
         domain=domain,
@@ -84,54 +87,66 @@ def _nvidia(
 # 400 (NDR); GB200 NVL72: 400 a GPU; DGX B300 and GB300: 800 (ConnectX-8): NVIDIA's guides of these systems.
 # Data sheets that state rates with sparsity are halved here.
 CATALOGUE: tuple[GpuType, ...] = (
-    _nvidia("p100", 6.0, 16, (21.2, 0, 0), 732, 80, "Tesla P100"),
-    _nvidia("v100", 7.0, 16, (125, 0, 0), 900, 150, "Tesla V100"),
-    _nvidia("v100-32gb", 7.0, 32, (125, 0, 0), 900, 150, "Tesla V100"),
-    _nvidia("t4", 7.5, 16, (65, 0, 0), 320, 0, "T4", usable_gib=15.0),
-    _nvidia("rtx-2080-ti", 7.5, 11, (53.8, 0, 0), 616, 0, "GeForce RTX 2080 Ti"),
-    _nvidia("rtx-3090", 8.6, 24, (71, 0, 0), 936, 0, "GeForce RTX 3090"),
-    _nvidia("rtx-4090", 8.9, 24, (165, 330, 0), 1008, 0, "GeForce RTX 4090"),
-    _nvidia("rtx-5090", 12.0, 32, (210, 419, 838), 1792, 0, "GeForce RTX 5090"),
-    _nvidia("rtx-6000", 7.5, 24, (130.5, 0, 0), 672, 0, "Quadro RTX 6000"),
-    _nvidia("rtx-8000", 7.5, 48, (130.5, 0, 0), 672, 0, "Quadro RTX 8000"),
-    _nvidia("a10", 8.6, 24, (125, 0, 0), 600, 0, "A10", usable_gib=22.5),
-    _nvidia("a16", 8.6, 16, (18, 0, 0), 200, 0, "A16"),
-    _nvidia("a30", 8.0, 24, (165, 0, 0), 933, 0, "A30"),
-    _nvidia("a40", 8.6, 48, (149.7, 0, 0), 696, 0, "A40", usable_gib=45.0),
-    _nvidia("a6000", 8.6, 48, (154.8, 0, 0), 768, 0, "RTX A6000"),
-    _nvidia("a100", 8.0, 40, (312, 0, 0), 1555, 300, "A100", fabric_gb_s=25),
-    _nvidia("a100-80gb", 8.0, 80, (312, 0, 0), 2039, 300, "A100", fabric_gb_s=25),
-    _nvidia("a800", 8.0, 80, (312, 0, 0), 2039, 200, "A800", fabric_gb_s=25),
-    _nvidia("l4", 8.9, 24, (121, 242, 0), 300, 0, "L4", usable_gib=22.5),
-    _nvidia("l40", 8.9, 48, (181, 362, 0), 864, 0, "L40", usable_gib=45.0),
-    _nvidia("l40s", 8.9, 48, (362, 733, 0), 864, 0, "L40S", usable_gib=45.0),
-    _nvidia("h100", 9.0, 80, (989, 1979, 0), 3350, 450, "H100", fabric_gb_s=50),
-    _nvidia("h100-94gb", 9.0, 94, (835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25),
+    _nvidia("p100", 6.0, 16, (10.6, 21.2, 0, 0), 732, 80, "Tesla P100"),
+    _nvidia("v100", 7.0, 16, (15.7, 125, 0, 0), 900, 150, "Tesla V100"),
+    _nvidia("v100-32gb", 7.0, 32, (15.7, 125, 0, 0), 900, 150, "Tesla V100"),
+    _nvidia("v100-pcie", 7.0, 16, (14, 112, 0, 0), 900, 0, "Tesla V100 PCIe"),
+    _nvidia("v100-pcie-32gb", 7.0, 32, (14, 112, 0, 0), 900, 0, "Tesla V100 PCIe"),
+    _nvidia("t4", 7.5, 16, (8.1, 65, 0, 0), 320, 0, "T4", usable_gib=15.0),
+    _nvidia("rtx-2080-ti", 7.5, 11, (13.4, 53.8, 0, 0), 616, 0, "GeForce RTX 2080 Ti"),
+    _nvidia("rtx-3090", 8.6, 24, (35.6, 71, 0, 0), 936, 0, "GeForce RTX 3090"),
+    _nvidia("rtx-4090", 8.9, 24, (82.6, 165, 330, 0), 1008, 0, "GeForce RTX 4090"),
+    _nvidia("rtx-5090", 12.0, 32, (104.8, 210, 419, 1676), 1792, 0, "GeForce RTX 5090"),
+    _nvidia("rtx-6000", 7.5, 24, (16.3, 130.5, 0, 0), 672, 0, "Quadro RTX 6000"),
+    _nvidia("rtx-8000", 7.5, 48, (16.3, 130.5, 0, 0), 672, 0, "Quadro RTX 8000"),
+    _nvidia("a10", 8.6, 24, (31.2, 125, 0, 0), 600, 0, "A10", usable_gib=22.5),
+    _nvidia("a16", 8.6, 16, (4.5, 18, 0, 0), 200, 0, "A16"),
+    _nvidia("a30", 8.0, 24, (10.3, 165, 0, 0), 933, 0, "A30"),
+    _nvidia("a40", 8.6, 48, (37.4, 149.7, 0, 0), 696, 0, "A40", usable_gib=45.0),
+    _nvidia("a6000", 8.6, 48, (38.7, 154.8, 0, 0), 768, 0, "RTX A6000"),
+    _nvidia("a100", 8.0, 40, (19.5, 312, 0, 0), 1555, 300, "A100", fabric_gb_s=25),
+    _nvidia("a100-80gb", 8.0, 80, (19.5, 312, 0, 0), 2039, 300, "A100", fabric_gb_s=25),
+    _nvidia("a100-pcie", 8.0, 40, (19.5, 312, 0, 0), 1555, 0, "A100 PCIe"),
+    _nvidia("a100-pcie-80gb", 8.0, 80, (19.5, 312, 0, 0), 1935, 0, "A100 PCIe"),
+    _nvidia("a800", 8.0, 80, (19.5, 312, 0, 0), 2039, 200, "A800", fabric_gb_s=25),
+    _nvidia("l4", 8.9, 24, (30.3, 121, 242, 0), 300, 0, "L4", usable_gib=22.5),
+    _nvidia("l40", 8.9, 48, (90.5, 181, 362, 0), 864, 0, "L40", usable_gib=45.0),
+    _nvidia("l40s", 8.9, 48, (91.6, 362, 733, 0), 864, 0, "L40S", usable_gib=45.0),
+    _nvidia("h100", 9.0, 80, (67, 989, 1979, 0), 3350, 450, "H100", fabric_gb_s=50),
+    _nvidia("h100-pcie", 9.0, 80, (51, 756, 1513, 0), 2000, 0, "H100 PCIe"),
+    # NVL bridges join pairs.
+    _nvidia("h100-nvl", 9.0, 94, (60, 835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25, domain=2),
+    _nvidia("h100-94gb", 9.0, 94, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50),
     # HBM2e and 500 W, as torchtitan's benchmarks print it; power: set with the constants of plan/compute.py.
-    _nvidia("h100-96gb", 9.0, 96, (989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
-    _nvidia("h800", 9.0, 80, (989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
-    _nvidia("h200", 9.0, 141, (989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),
-    _nvidia("gh200", 9.0, 96, (989, 1979, 0), 4000, 450, "GH200", fabric_gb_s=50),
-    _nvidia("b200", 10.0, 180, (2250, 4500, 9000), 7700, 900, "DGX B200", fabric_gb_s=50),
-    _nvidia("gb200", 10.0, 186, (2500, 5000, 10000), 8000, 900, "GB200 NVL72", fabric_gb_s=50, domain=72),
-    _nvidia("b300", 10.3, 270, (2250, 4500, 13500), 7700, 900, "DGX B300", fabric_gb_s=100),
-    _nvidia("gb300", 10.3, 288, (2500, 5000, 15000), 8000, 900, "GB300 NVL72", fabric_gb_s=100, domain=72),
-    GpuType(name="mi250", memory_gib=64, tflops=181, memory_gb_s=1638, link_gb_s=100,
+    _nvidia("h100-96gb", 9.0, 96, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
+    _nvidia("h800", 9.0, 80, (67, 989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
+    _nvidia("h200", 9.0, 141, (67, 989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),
+    _nvidia("gh200", 9.0, 96, (67, 989, 1979, 0), 4000, 450, "GH200", fabric_gb_s=50),
+    _nvidia("b200", 10.0, 180, (75, 2250, 4500, 9000), 7700, 900, "DGX B200", fabric_gb_s=50),
+    _nvidia("gb200", 10.0, 186, (80, 2500, 5000, 10000), 8000, 900, "GB200 NVL72", fabric_gb_s=50, domain=72),
+    _nvidia("b300", 10.3, 270, (75, 2250, 4500, 13500), 7700, 900, "DGX B300", fabric_gb_s=100),
+    _nvidia("gb300", 10.3, 288, (80, 2500, 5000, 15000), 8000, 900, "GB300 NVL72", fabric_gb_s=100, domain=72),
+    GpuType(name="mi250", memory_gib=64, fp32_tflops=22.6,
+            tflops=181, memory_gb_s=1638, link_gb_s=100,
             source="AMD Instinct MI250 data sheet: 128 GB in two devices"),
-    GpuType(name="mi250x", memory_gib=64, tflops=191.5, memory_gb_s=1638, link_gb_s=100, fabric_gb_s=12.5,
+    GpuType(name="mi250x", memory_gib=64, fp32_tflops=23.9,
+            tflops=191.5, memory_gb_s=1638, link_gb_s=100, fabric_gb_s=12.5,
             source="AMD Instinct MI250X data sheet: 128 GB in two devices"),
-    GpuType(name="mi300a", memory_gib=128, tflops=981, fp8_tflops=1961, memory_gb_s=5300, link_gb_s=192,
+    GpuType(name="mi300a", memory_gib=128, fp32_tflops=122.6,
+            tflops=981, fp8_tflops=1961, memory_gb_s=5300, link_gb_s=192,
             fabric_gb_s=25, source="AMD Instinct MI300A data sheet"),
-    GpuType(name="mi300x", memory_gib=192, tflops=1307, fp8_tflops=2615, memory_gb_s=5300, link_gb_s=448,
+    GpuType(name="mi300x", memory_gib=192, fp32_tflops=163.4,
+            tflops=1307, fp8_tflops=2615, memory_gb_s=5300, link_gb_s=448,
             fabric_gb_s=50, source="AMD Instinct MI300X data sheet"),
-    GpuType(name="mi325x", memory_gib=256, tflops=1307, fp8_tflops=2615, memory_gb_s=6000, link_gb_s=448,
+    GpuType(name="mi325x", memory_gib=256, fp32_tflops=163.4,
+            tflops=1307, fp8_tflops=2615, memory_gb_s=6000, link_gb_s=448,
             fabric_gb_s=50, source="AMD Instinct MI325X data sheet"),
 )  # fmt: skip
 
 _BY_NAME = {gpu.name: gpu for gpu in CATALOGUE}
 # Form factors and vendors' words that say nothing about the memory.
 _NOISE = frozenset({"nvidia", "amd", "tesla", "quadro", "geforce", "instinct", "sxm", "sxm2", "sxm3", "sxm4", "sxm5",
-                    "pcie", "nvl", "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "rtx", "gpu"})  # fmt: skip
+                    "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "rtx", "gpu"})  # fmt: skip
 
 
 def _words(name: str) -> list[str]:
@@ -140,6 +155,12 @@ def _words(name: str) -> list[str]:
 
 
 _BY_WORDS = {tuple(sorted(_words(gpu.name))): gpu for gpu in CATALOGUE}
+
+
+def _only_pcie(words: list[str]) -> GpuType | None:
+    """Of a name with "pcie" in it the type without, where that has no other form."""
+    gpu = _BY_WORDS.get(tuple(sorted(w for w in words if w != "pcie"))) if "pcie" in words else None
+    return gpu if gpu is not None and not gpu.link_gb_s else None
 
 
 def find(name: str) -> GpuType | None:
@@ -151,12 +172,12 @@ def find(name: str) -> GpuType | None:
     if not name or re.search(r"\d+g\.\d+gb", name.lower()):
         return None
     words = _words(name)
-    exact = _BY_WORDS.get(tuple(sorted(words)))
+    exact = _BY_WORDS.get(tuple(sorted(words))) or _only_pcie(words)
     if exact is not None:
         return exact
     sizes = [int(w[:-2]) for w in words if re.fullmatch(r"\d+gb", w)]
     models = [w for w in words if not re.fullmatch(r"\d+gb", w)]
-    gpu = _BY_WORDS.get(tuple(sorted(models)))
+    gpu = _BY_WORDS.get(tuple(sorted(models))) or _only_pcie(models)
     if gpu is None or len(sizes) != 1 or gpu.memory_gib != sizes[0]:
         return None
     return gpu
