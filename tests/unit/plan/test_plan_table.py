@@ -10,6 +10,7 @@ import pytest
 from clustertrain.errors import ConfigError
 from clustertrain.plan import table
 from clustertrain.plan.decoder import attention_flops
+from clustertrain.plan.memory import CONTEXT_BYTES, GIB
 from clustertrain.plan.rows import read
 from clustertrain.plan.table import COLUMNS, Prediction, memory_of, of_row, predict
 from tests.unit.plan.test_plan_rows import LLAMA_8B
@@ -82,7 +83,7 @@ def test_memory_is_counted_as_the_note_says() -> None:
         number(predicted(note=note).peak_mem_gib) for note in ("max allocated", "max_reserved", "from nvidia-smi")
     )
     assert allocated < reserved < whole
-    assert whole == pytest.approx(reserved + table.CONTEXT_GIB)
+    assert whole == pytest.approx(reserved + CONTEXT_BYTES / GIB)
     need = memory_of(read(TITAN))
     assert allocated == pytest.approx(number(need.peak_gib) - number(need.overhead_gib))
     assert number(predicted().peak_mem_gib) == reserved  # where nothing is said
