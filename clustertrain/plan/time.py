@@ -199,7 +199,7 @@ def _sends(model: Decoder, layout: Layout, run: Pass, network: Network, along: i
     stride = layout.world_size // layout.pp
     neighbours = network.group(2, stride)
     bandwidth = network.link if neighbours.nodes == 1 else network.fabric
-    size = run.micro_batch * run.seq_len / layout.cp * model.dim * run.residual_bytes / along
+    size = run.micro_batch * run.seq_len / layout.cp * model.dim * run.compute_bytes / along
     return 2.0 * layout.virtual_stages * (size / bandwidth + neighbours.latency)
 
 
