@@ -297,7 +297,8 @@ class _Search:
             micro_batch=micro,
             grad_accum=accumulate,
             compute=problem.compute,
-            autocast=problem.compute in ("bf16", "fp16", "fp8"),
+            # As the time of its sends needs it; of the data-parallel alone, where a sharded one has none, see _take.
+            autocast=problem.compute in ("bf16", "fp16", "fp8") and not layout.fully_sharded,
             device="cuda",
             parallel=problem.parallel,
         )

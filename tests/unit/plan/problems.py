@@ -119,7 +119,8 @@ def _of_layout(of: Problem, layout: Layout) -> Iterator[Candidate]:
             seq_len=of.seq_len, micro_batch=micro, grad_accum=share // micro, compute=of.compute,
             autocast=not layout.fully_sharded, device="cuda", parallel=of.parallel,
         )  # fmt: skip
-        for defer in (True, False) if layout.fully_sharded and run.grad_accum > 1 else (True,):
+        free = layout.fully_sharded and run.grad_accum > 1 and layout.pp == 1
+        for defer in (True, False) if free else (True,):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
             step = time.of_step(of.model, tried, run, of.stack, of.machine)
             yield Candidate(tried, run, step, memory.of_rank(of.model, tried, run, None, of.stack))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -27,9 +29,11 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
 }
 
 
-def of(kind: str, root: Path) -> NodeFacts:
-    node = expand(kind, root)
-    return read(node.root, node.ip, node.gpus, {})
+@cache
+def of(kind: str) -> NodeFacts:
+    with TemporaryDirectory() as root:
+        node = expand(kind, Path(root))
+        return read(node.root, node.ip, node.gpus, {})
 
 
 def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", device: str = "cuda") -> dict[str, str]:
@@ -39,7 +43,7 @@ def decided(facts: NodeFacts, user: tuple[str, ...] = (), towards: str = "", dev
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_each_kind_of_node(kind: str, tmp_path: Path) -> None:
+def test_each_kind_of_node(kind: str) -> None:
     interface, ports, gid = EXPECTED[kind]
     wanted = {
         "GLOO_SOCKET_IFNAME": interface,
@@ -47,15 +51,15 @@ def test_each_kind_of_node(kind: str, tmp_path: Path) -> None:
         "NCCL_IB_HCA": ports,
         "NCCL_IB_GID_INDEX": gid,
     }
-    facts = of(kind, tmp_path)
+    facts = of(kind)
     assert decided(facts) == {name: value for name, value in wanted.items() if value is not None}
     assert decided(facts, device="cpu") == {"GLOO_SOCKET_IFNAME": interface}
     assert fabric.notes(facts) == []
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str, tmp_path: Path) -> None:
-    facts = of(kind, tmp_path)
+def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str) -> None:
+    facts = of(kind)
     names = {*decided(facts), *nccl.communication("cuda", "", (), facts), *nccl.process("cuda", 8, 8, ())}
     assert not {n for n in names if n.startswith(("FI_", "RDMAV_", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS"))}
     assert not names & {
@@ -64,8 +68,8 @@ def test_nothing_retired_and_nothing_that_was_for_old_plugins(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_the_way_to_the_others_stays_unless_it_is_management(kind: str, tmp_path: Path) -> None:
-    facts = of(kind, tmp_path)
+def test_the_way_to_the_others_stays_unless_it_is_management(kind: str) -> None:
+    facts = of(kind)
     management = {"dgx-a100": "enp226s0", "dgx-h100": "eno3", "gb200": "enP5p9s0", "hgx-h200-roce": "eno1"}
     slow = management.get(kind, "eno1")
     assert decided(facts, towards=slow)["GLOO_SOCKET_IFNAME"] == EXPECTED[kind][0]
@@ -75,13 +79,13 @@ def test_the_way_to_the_others_stays_unless_it_is_management(kind: str, tmp_path
         assert decided(facts, towards="enp97s0f0")["GLOO_SOCKET_IFNAME"] == "enp97s0f0"
 
 
-def test_what_was_left_out_is_said(tmp_path: Path) -> None:
-    facts = of("pcie-a100", tmp_path)
+def test_what_was_left_out_is_said() -> None:
+    facts = of("pcie-a100")
     interface = fabric.interface(facts)
     assert interface is not None
     for words in ("eno1 (1 Gbit/s, management)", "ens5f1np1 (down)", "virbr0 (virtual)"):
         assert words in interface.reason
-    ports = fabric.hcas(of("gb200", tmp_path / "2"))
+    ports = fabric.hcas(of("gb200"))
     assert ports is not None and "4 x InfiniBand at 400 Gbit/s" in ports.reason
     assert "mlx5_2:1 (Ethernet, 200 Gbit/s)" in ports.reason and "mlx5_3:1 (down)" in ports.reason
 
@@ -91,15 +95,15 @@ def with_(facts: NodeFacts, part: str, name: str, **changes: Any) -> NodeFacts:
     return msgspec.structs.replace(facts, **{part: changed})
 
 
-def test_the_only_fast_port_is_down(tmp_path: Path) -> None:
-    facts = of("pcie-a100", tmp_path)
+def test_the_only_fast_port_is_down() -> None:
+    facts = of("pcie-a100")
     facts = with_(with_(facts, "interfaces", "ens5f0np0", state="down"), "hcas", "mlx5_0", state="down")
     assert decided(facts) == {"GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "=eno1"}
     assert fabric.notes(facts) == ["no RDMA port is active (mlx5_0:1, mlx5_1:1): NCCL uses TCP"]
 
 
-def test_an_interface_without_an_address_is_not_chosen(tmp_path: Path) -> None:
-    facts = with_(of("pcie-a100", tmp_path), "interfaces", "ens5f0np0", addresses=())
+def test_an_interface_without_an_address_is_not_chosen() -> None:
+    facts = with_(of("pcie-a100"), "interfaces", "ens5f0np0", addresses=())
     assert decided(facts, towards="ens5f0np0")["GLOO_SOCKET_IFNAME"] == "eno1"
 
 
@@ -121,19 +125,19 @@ def test_without_any_address_nothing_is_chosen(tmp_path: Path) -> None:
         ("NCCL_DEBUG", set()),
     ],
 )
-def test_what_the_user_has_decided_is_left_alone(user: str, gone: set[str], tmp_path: Path) -> None:
-    facts = of("hgx-h200-roce", tmp_path)
+def test_what_the_user_has_decided_is_left_alone(user: str, gone: set[str]) -> None:
+    facts = of("hgx-h200-roce")
     assert decided(facts).keys() - decided(facts, (user,)).keys() == gone
     # The same where NCCL's own files set it, over which the environment would win.
     assert decided(facts).keys() - decided(msgspec.structs.replace(facts, nccl_conf=(user,))).keys() == gone
 
 
-def test_gid_tables_that_differ_are_left_to_nccl(tmp_path: Path) -> None:
-    facts = with_(of("hgx-h200-roce", tmp_path), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
+def test_gid_tables_that_differ_are_left_to_nccl() -> None:
+    facts = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=5)
     assert "NCCL_IB_GID_INDEX" not in decided(facts)
     (note,) = fabric.notes(facts)
     assert "mlx5_0:1 3" in note and "mlx5_5:1 5" in note
-    none = with_(of("hgx-h200-roce", tmp_path / "2"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
+    none = with_(of("hgx-h200-roce"), "hcas", "mlx5_5", roce_v2_ipv4_gid_index=None)
     assert "NCCL_IB_GID_INDEX" not in decided(none) and "mlx5_5:1 none" in fabric.notes(none)[0]
 
 
@@ -174,8 +178,8 @@ def test_notes_on_what_no_setting_can_mend() -> None:
     assert links == "GPU 3: 16 of 18 NVLinks are up"
 
 
-def test_the_plan_takes_it_from_the_profile_but_for_the_gid_index(tmp_path: Path) -> None:
-    facts = of("hgx-h200-roce", tmp_path)
+def test_the_plan_takes_it_from_the_profile_but_for_the_gid_index() -> None:
+    facts = of("hgx-h200-roce")
     planned = nccl.communication("cuda", "", (), facts)
     assert planned["NCCL_SOCKET_IFNAME"].value == "=ens3f0np0" and "NCCL_IB_HCA" in planned
     assert "NCCL_IB_GID_INDEX" not in planned

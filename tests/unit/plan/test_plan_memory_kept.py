@@ -28,7 +28,7 @@ from clustertrain.train import computation, context_parallel, tensor_parallel
 from clustertrain.train.model import Decoder
 
 BATCH, LENGTH = 2, 128
-MODEL = ModelSpec(vocab_size=500, dim=128, layers=4, heads=4, kv_heads=2)
+MODEL = ModelSpec(vocab_size=500, dim=128, layers=2, heads=4, kv_heads=2)
 LAYOUTS = {
     "single": Layout(),
     "tp": Layout(tp=2),

@@ -14,25 +14,29 @@ from clustertrain.node.read import read
 from clustertrain.plan.planner import plan
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.node import cpu_numbers
+from clustertrain.spec.node import NodeFacts, cpu_numbers
 from clustertrain.spec.strict import build
 from tests.fixtures.nodes.expand import KINDS, expand
 
 
-def profile(kind: str, root: Path) -> ClusterProfile:
+def facts(kind: str, root: Path) -> NodeFacts:
     node = expand(kind, root)
-    text = tomli_w.dumps({"node": msgspec.to_builtins(read(node.root, node.ip, node.gpus, {}))})
+    return read(node.root, node.ip, node.gpus, {})
+
+
+def profile(found: NodeFacts) -> ClusterProfile:
+    text = tomli_w.dumps({"node": msgspec.to_builtins(found)})
     return build(tomllib.loads(text), ClusterProfile, "profile")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_of_a_node_survives_a_profile(kind: str, tmp_path: Path) -> None:
-    node = expand(kind, tmp_path / "again")
-    assert profile(kind, tmp_path / "node").node == read(node.root, node.ip, node.gpus, {})
+    found = facts(kind, tmp_path)
+    assert profile(found).node == found
 
 
 def test_the_plan_names_the_ports_of_several_nodes(tmp_path: Path) -> None:
-    known = profile("dgx-h100", tmp_path)
+    known = profile(facts("dgx-h100", tmp_path))
 
     def planned(**job: object) -> set[str]:
         made = plan(RunSpec(job=JobSpec(**{"nodes": 2, "gpus": 8, "backend": "slurm", **job})), known, "cuda")  # type: ignore[arg-type]

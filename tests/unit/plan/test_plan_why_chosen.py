@@ -121,7 +121,7 @@ def planned(job: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any]
     recipe = Recipe(
         model=LLAMA_8B,
         data=DataSpec(seq_len=seq_len),
-        train=TrainSpec(global_batch=64, **train),
+        train=TrainSpec(**{"global_batch": 64, **train}),
         parallel=ParallelSpec(**parallel),
     )
     return plan(RunSpec(job=JobSpec(**job), recipe=recipe), ClusterProfile(), "cuda")
@@ -144,7 +144,7 @@ def planned(job: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any]
         ),
         ({"job": {"layout": "ddp"}}, {"job": {"layout": "auto"}}),
         ({"job": {"gpus": 4, "gpu_type": "t4"}}, {"parallel": {"offload": True}}),
-        ({"seq_len": 131_072}, {"seq_len": 32_768}),
+        ({"train": {"global_batch": 8}, "seq_len": 131_072}, {"seq_len": 32_768}),
     ],
     ids=["micro-batch", "checkpointing", "layout", "offload", "sequence"],
 )
