@@ -38,6 +38,9 @@ def plan(
 ) -> int:
     """Show what submit would choose and why; submit nothing."""
     as_json = options["as_json"]
+    if table is not None and (gpus_range is not None or find_micro_batch):
+        other = "--gpus-range" if gpus_range is not None else "--find-micro-batch"
+        raise UsageError(f"--table predicts the rows of a file, {other} is for a recipe", fix="give one of them")
     if table is not None:
         from clustertrain.cli.plan_table import write_predictions
 

@@ -113,7 +113,7 @@ class Choice:
         self.found = found
         self._take_candidate(found.best)
         single = found.best.layout.strategy == "single" and (given.world == 1 or given.degrees_given())
-        self.reasons += why_chosen.chosen(found, given.gpu_name, explain.single(given) if single else why)
+        self.reasons += why_chosen.chosen(found.best, found, given.gpu_name, explain.single(given) if single else why)
         self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
         self.warnings += why_chosen.narrowed(problem, found.best)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline
@@ -70,7 +71,8 @@ def layout(choice: Choice) -> None:
         choice.reasons.append(_WHY_FSDP_KEEPS)
     work = None
     if given.decoder is not None:
-        work = crossing.Work(given.decoder, given.pass_of(chosen, choice.batch.micro_batch))
+        run = replace(given.pass_of(chosen, choice.batch.micro_batch), grad_accum=choice.batch.grad_accum)
+        work = crossing.Work(given.decoder, run)
     choice.warnings += notes.of_layout(chosen, recipe.parallel, job.nodes)
     if given.spec.script is not None or recipe.model.entry:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"

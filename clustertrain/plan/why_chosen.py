@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -26,10 +27,8 @@ from clustertrain.plan.search import (
 LARGEST_CLUSTER = 65_536  # GPUs, where the search for a number that fits ends
 
 
-def chosen(found: Found, gpu: str, asked: str) -> list[str]:
+def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
     """Sentences on the best candidate: the first says what it is and how fast."""
-    best = found.best
-    assert best is not None
     what = asked or best.layout.words()
     said = [f"{what}: {best.step_s:.3g} s a step predicted, {best.peak_gib:.1f} GiB a rank on {gpu}"]
     fastest = min(found.fitting, key=lambda c: c.step_s)
@@ -83,8 +82,8 @@ def rejected(problem: Problem, found: Found) -> Iterator[tuple[str, str]]:
         if kind == taken or (kind == "single") != (problem.world == 1):
             continue
         fits = [c for c in found.fitting if c.family == kind]
-        if fits:
-            yield kind, _slower(min(fits, key=lambda c: c.step_s), found)
+        if fits and found.best is not None:
+            yield kind, _slower(min(fits, key=lambda c: c.step_s), found.best)
             continue
         small = next((c for c in found.smallest if c.family == kind), None)
         if small is not None and small.peak_gib > problem.limit_gib:
@@ -106,9 +105,7 @@ def narrowed(problem: Problem, best: Candidate) -> list[str]:
     ]
 
 
-def _slower(other: Candidate, found: Found) -> str:
-    best = found.best
-    assert best is not None
+def _slower(other: Candidate, best: Candidate) -> str:
     more = other.step_s / best.step_s - 1
     if more < 0:
         return f"{brief(other)}: {other.step_s:.3g} s a step, {-more:.1%} faster, which is within the error"
@@ -157,7 +154,7 @@ def _no_context(problem: Problem) -> str:
 
 def way_out(problem: Problem, gpu: str) -> str:
     """The cheapest change that makes it fit on these GPUs, and the smallest number of them that would do as it is."""
-    parts = list(_changes(problem))[:1]
+    parts = list(islice(_changes(problem), 1))
     nodes = -(-problem.world // problem.gpus_per_node)
     while nodes * problem.gpus_per_node < LARGEST_CLUSTER:
         nodes *= 2
