@@ -32,7 +32,7 @@ def write(these: Sequence[Case], result: Mapping[str, Any], checked: Checked) ->
 def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
     yield f"{result['rows']} rows, {result['measured_rows']} of them with a measured throughput."
     yield ""
-    yield "| on the half that judges | figure | goal | |"
+    yield "| on the half that judges, where nothing else is said | figure | goal | |"
     yield "|---|---|---|---|"
     for what, value, goal, met in checked:
         yield f"| {what.replace('_', ' ')} | {value:.3f} | {goal} | {'met' if met else '**missed**'} |"
@@ -53,7 +53,9 @@ def _lines(result: Mapping[str, Any], checked: Checked) -> Iterator[str]:
         yield from _sweeps(result[half]["ranking"]["sweeps"])
         yield from _list("Off by more than half (predicted over measured)", result[half]["outliers"])
         yield from _list("Wrong about what fits", result[half]["fits"]["wrong"])
-    yield from _list("Not predicted", result["not_predicted"])
+    yield ""
+    yield "### Both halves"
+    yield from _list("Measured and not predicted", result["not_predicted"])
 
 
 def _sources(sources: Sequence[Mapping[str, Any]], what: str) -> Iterator[str]:

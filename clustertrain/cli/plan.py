@@ -73,6 +73,7 @@ def _show(chosen: Plan) -> None:
 
     parts: list[RenderableType] = [_rows(_summary(chosen))]
     for title, rows in (
+        ("What would fit", [("", chosen.way_out)] if chosen.way_out else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
         ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
@@ -97,7 +98,9 @@ def _rows(rows: list[tuple[str, str]]) -> RenderableType:
 
 
 def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
-    return f"{step_s:.3g} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
+    from clustertrain.plan.layout import amount
+
+    return f"{amount(step_s)} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
 
 
 def _beside(chosen: Plan) -> str:
@@ -105,6 +108,7 @@ def _beside(chosen: Plan) -> str:
     layout = chosen.layout
     said = {
         f"activation checkpointing {layout.activation_checkpointing}": layout.activation_checkpointing != "none",
+        "gradients reduced in each micro-batch": not layout.defer_reduction and chosen.batch.grad_accum > 1,
         "offload": layout.offload,
         f"{layout.virtual_stages} stages a rank": layout.virtual_stages > 1,
     }
@@ -112,7 +116,7 @@ def _beside(chosen: Plan) -> str:
 
 
 def _summary(chosen: Plan) -> list[tuple[str, str]]:
-    from clustertrain.plan.layout import counted
+    from clustertrain.plan.layout import amount, counted
 
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
     ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
@@ -134,8 +138,8 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
         mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
-        rows.append(("speed", f"{time.step_s:.3g} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                              f"{time.tflops_per_gpu:.3g} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
+        rows.append(("speed", f"{amount(time.step_s)} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                              f"{amount(time.tflops_per_gpu)} TFLOP/s a GPU{mfu}, predicted"))  # fmt: skip
     if chosen.time.bubble_fraction is not None:
         rows.append(("bubble", f"{chosen.time.bubble_fraction:.0%} of a step, in which a rank of the pipeline waits"))
     return rows

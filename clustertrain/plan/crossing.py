@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import Layout
+from clustertrain.spec import hardware
+from clustertrain.spec.hardware import GpuType
 from clustertrain.spec.recipe import ModelSpec
 
-# GB/s of one GPU in one direction: NVLink of an H100, and its share of the 400 GB/s of a DGX H100's network (NDR) among
-# eight (stas00/ml-engineering). For an order of magnitude, whatever the cluster has.
-NVLINK_GB_S, NETWORK_GB_S = 450, 50
+# Where the GPU is not known, for an order of magnitude.
+_ASSUMED = "h100"
 _MIB, _GIB = 1024**2, 1024**3
 
 
@@ -20,6 +21,7 @@ class Work:
 
     model: ModelSpec
     run: Pass
+    gpu: GpuType | None = None
 
 
 def warnings(layout: Layout, nodes: int, gpus: int, device: str, work: Work | None) -> list[str]:
@@ -36,10 +38,11 @@ def warnings(layout: Layout, nodes: int, gpus: int, device: str, work: Work | No
         found.append(f"tp {layout.tp} x cp {layout.cp} crosses nodes of {gpus}: {_cost(moved, device, work)}")
     group = inner * layout.dp_shard
     if layout.strategy == "hybrid-shard" and group > gpus:
+        inside = gpus // inner
+        advice = f"; --dp-shard {inside} would stay inside" if inside > 1 else ""
         found.append(
             f"hybrid-shard: a shard group of tp {layout.tp} x cp {layout.cp} x dp_shard {layout.dp_shard} = {group} "
-            f"ranks does not fit a node of {gpus}, so parameters are gathered over the network; --dp-shard "
-            f"{max(1, gpus // inner)} would stay inside"
+            f"ranks does not fit a node of {gpus}, so parameters are gathered over the network{advice}"
         )
     if layout.sharded and gpus % group and group % gpus:
         found.append(
@@ -72,8 +75,12 @@ def _cost(moved: float | None, device: str, work: Work | None) -> str:
     text = f"{size} of activations a rank, layer and step go through the network"
     if device == "cpu":
         return text
+    gpu = work.gpu or hardware.find(_ASSUMED)
+    if gpu is None:
+        return text
     total = moved * work.model.layers / 1e9
+    links = f", over its links {total / gpu.link_gb_s:.2g} s" if gpu.link_gb_s else ""
     return (
-        f"{text}; for {work.model.layers} layers about {total / NETWORK_GB_S:.2g} s a step at {NETWORK_GB_S} GB/s a "
-        f"GPU (DGX H100), over NVLink {total / NVLINK_GB_S:.2g} s"
+        f"{text}; for {work.model.layers} layers about {total / gpu.fabric_gb_s:.2g} s a step at the "
+        f"{gpu.fabric_gb_s:g} GB/s that a GPU usually has across nodes ({gpu.name}){links}"
     )

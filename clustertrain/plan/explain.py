@@ -72,7 +72,7 @@ def layout(choice: Choice) -> None:
     work = None
     if given.decoder is not None:
         run = replace(given.pass_of(chosen, choice.batch.micro_batch), grad_accum=choice.batch.grad_accum)
-        work = crossing.Work(given.decoder, run)
+        work = crossing.Work(given.decoder, run, given.gpu)
     choice.warnings += notes.of_layout(chosen, recipe.parallel, job.nodes)
     if given.spec.script is not None or recipe.model.entry:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"

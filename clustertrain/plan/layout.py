@@ -19,6 +19,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else ending)
 
 
+def amount(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 class Coordinates(NamedTuple):
     """Where a rank stands, outermost dimension first. Neighbouring ranks share a node, so what communicates most is
     innermost."""

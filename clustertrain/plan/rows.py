@@ -120,7 +120,7 @@ def read(row: Mapping[str, str]) -> Row:
         gpus_per_node=_gpus_per_node(row, gpu),
         fabric_gb_s=fabric_of(text, gpu),
         gpus=int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "") or int(number(row, "dp")),
-        stated=bool((row.get("tp") or "").strip() or (row.get("fsdp_or_zero") or "").strip()),
+        stated=any((row.get(name) or "").strip() for name in ("tp", "pp", "dp", "fsdp_or_zero")) or layout.cp > 1,
     )
 
 
@@ -176,16 +176,23 @@ def _recompute(row: Mapping[str, str]) -> str:
     text = (row.get("act_ckpt") or "").strip()
     if text in ("", "none", "full", "selective_op", "selective_layer", "selective_attn"):
         return text
-    return "selective_attn" if text.startswith("selective") else ""
+    if text.startswith("selective"):
+        return "selective_attn"
+    known = "none, full, selective_attn, selective_op, selective_layer"
+    raise ConfigError(f"act_ckpt = {text!r} is not known; known: {known}")
 
 
 def layout_of(row: Mapping[str, str], found: Stack) -> Layout:
     tp, pp, cp = (max(1, int(number(row, name, 1))) for name in ("tp", "pp", "cp"))
     gpus = int(number(row, "n_gpus")) or _gpus_in_words(row.get("note") or "")
+    if gpus and gpus % (tp * pp * cp):
+        raise ConfigError(f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} does not divide n_gpus = {gpus}")
     dp = int(number(row, "dp")) or max(1, gpus // (tp * pp * cp))
     if gpus and dp * tp * pp * cp != gpus:
         dp = max(1, gpus // (tp * pp * cp))
     kind = (row.get("fsdp_or_zero") or "").strip()
+    if kind and kind not in _STRATEGIES:
+        raise ConfigError(f"fsdp_or_zero = {kind!r} is not known; known: {', '.join(_STRATEGIES)}")
     strategy = _STRATEGIES.get(kind, "zero1" if found.distributed_optimizer else "fsdp" if tp * pp == 1 else "ddp")
     if strategy == "ddp" and found.distributed_optimizer:
         strategy = "zero1"

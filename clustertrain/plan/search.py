@@ -196,6 +196,8 @@ class _Search:
             for mode in ([wanted.recompute] if wanted.recompute else RECOMPUTES)
             if mode != "selective" or schedule not in pipeline.TWO_PART_BACKWARD
         ]  # fmt: skip
+        if not layouts:
+            return
         for micro in [wanted.micro_batch] if wanted.micro_batch else _micro_batches(share):
             if share % micro or pipeline.why_not(layouts[0], share // micro):
                 continue
@@ -379,6 +381,8 @@ def _schedules(problem: Problem, pp: int) -> list[tuple[str | None, int]]:
     if pp == 1:
         return [(None, 1)]
     layers, split = problem.model.layers, problem.parallel.split
+    if wanted.schedule in pipeline.TWO_PART_BACKWARD and problem.parallel.compile:
+        return []  # plan/checks.py says why
     if wanted.schedule:
         virtual = wanted.virtual_stages or 1
         runs = pp * virtual <= layers + 2 and (not split or pp * virtual == len(split) + 1)

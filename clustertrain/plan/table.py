@@ -19,6 +19,8 @@ from clustertrain.plan.time import Step
 # From the least that is redone; what a row does not state takes the first that fits.
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+# What a note says where its FLOPs are those that the hardware did, recomputation included.
+_HARDWARE = re.compile(r"include recompute|recompute counted|are hardware|hardware FLOPs|\(hardware")
 LONG = 16_384  # tokens: up to here nobody splits sequences
 CALIBRATES = "sets the factor of its source"
 NEEDED = ("gpu", "seq", "n_gpus")  # every other column may be missing, as its cells may be empty
@@ -171,7 +173,7 @@ def flops_per_token(row: Row, note: str) -> float:
     causal = row.stack.counts_causal if "causal" not in note else "non-causal" not in note
     attention = attention_flops(row.shape, row.seq_len, causal=causal)
     forward_and_backward = 6.0 * matmul_parameters(row.shape) + attention
-    if not re.search(r"include recompute|hardware|recompute counted", note) or row.recompute in ("", "none"):
+    if not _HARDWARE.search(note) or row.recompute in ("", "none"):
         return forward_and_backward
     if row.recompute == "full":
         blocks = 6.0 * (matmul_parameters(row.shape) - row.shape.vocab_size * row.shape.dim) + attention

@@ -11,7 +11,8 @@ import msgspec
 
 from clustertrain.plan import search
 from clustertrain.plan.batch import nearest
-from clustertrain.plan.layout import counted
+from clustertrain.plan.layout import amount, counted
+from clustertrain.plan.memory import GIB
 from clustertrain.plan.search import (
     FAMILIES,
     HOPELESS,
@@ -24,13 +25,14 @@ from clustertrain.plan.search import (
     tensor_excluded,
 )
 
+MUCH_HOST_GIB = 1500.0  # of a node with two terabytes
 LARGEST_CLUSTER = 65_536  # GPUs, where the search for a number that fits ends
 
 
 def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
     """Sentences on the best candidate: the first says what it is and how fast."""
     what = asked or best.layout.words()
-    said = [f"{what}: {best.step_s:.3g} s a step predicted, {best.peak_gib:.1f} GiB a rank on {gpu}"]
+    said = [f"{what}: {amount(best.step_s)} s a step predicted, {best.peak_gib:.1f} GiB a rank on {gpu}"]
     fastest = min(found.fitting, key=lambda c: c.step_s)
     if fastest.step_s < best.step_s and search.kinds(fastest.layout) != search.kinds(best.layout):
         gain = best.step_s / fastest.step_s - 1
@@ -42,7 +44,7 @@ def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
     if best.layout.activation_checkpointing != "none":
         said.append(
             f"activation checkpointing {best.layout.activation_checkpointing}: costs "
-            f"{best.step.recompute_s / best.step_s:.0%} of the step, and without it no faster layout fits"
+            f"{best.step.recompute_s / best.step_s:.0%} of the step, for the memory that it saves"
         )
     return said
 
@@ -64,7 +66,7 @@ def shares(candidate: Candidate) -> str:
     parts = {
         "computing": step.compute_s,
         "recomputing": step.recompute_s,
-        "waiting in the pipeline": step.bubble_s,
+        "waiting in the pipeline and for its slowest stage": step.bubble_s,
         "tensor-parallel communication": step.tensor_s,
         "context-parallel communication": step.context_s,
         "sends between stages": step.pipeline_s,
@@ -108,8 +110,8 @@ def narrowed(problem: Problem, best: Candidate) -> list[str]:
 def _slower(other: Candidate, best: Candidate) -> str:
     more = other.step_s / best.step_s - 1
     if more < 0:
-        return f"{brief(other)}: {other.step_s:.3g} s a step, {-more:.1%} faster, which is within the error"
-    return f"{brief(other)}: {other.step_s:.3g} s a step, {more:.1%} slower"
+        return f"{brief(other)}: {amount(other.step_s)} s a step, {-more:.1%} faster, which is within the error"
+    return f"{brief(other)}: {amount(other.step_s)} s a step, {more:.1%} slower"
 
 
 def excluded(problem: Problem, kind: str) -> str:
@@ -160,9 +162,8 @@ def way_out(problem: Problem, gpu: str) -> str:
         nodes *= 2
         if _fits_on(problem, nodes):
             least = _least_nodes(problem, nodes)
-            parts.append(
-                f"{counted(least, 'node')} of {problem.gpus_per_node} {gpu} ({least * problem.gpus_per_node} GPUs)"
-            )
+            those = f"{counted(least, 'node')} of {problem.gpus_per_node} {gpu} ({least * problem.gpus_per_node} GPUs)"
+            parts.append(f"{those}, where it stays within the safety margin")
             break
     return ", or ".join(["use " + parts[0], *parts[1:]]) if parts else "a smaller model or a GPU type with more memory"
 
@@ -184,6 +185,13 @@ def _least_nodes(problem: Problem, enough: int) -> int:
     return high
 
 
+def _host_gib(problem: Problem) -> float:
+    """Of one node, for weights, gradients and optimizer state of its share of the model."""
+    nodes = -(-problem.world // problem.gpus_per_node)
+    stack = problem.stack
+    return problem.model.parameters() * (stack.weight_bytes + stack.grad_bytes + stack.optimizer_bytes) / GIB / nodes
+
+
 def _changes(problem: Problem) -> Iterator[str]:
     """What makes it fit on the same GPUs, the cheapest first."""
     wanted = problem.wanted
@@ -201,7 +209,12 @@ def _changes(problem: Problem) -> Iterator[str]:
             f"{both}, --layout auto and no degrees",
             {"wanted": dataclasses.replace(free, micro_batch=0, recompute="full")},
         ),
-        ("parallel.offload = true", {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}),
+        (
+            f"parallel.offload = true (about {_host_gib(problem):,.0f} GiB of a host's memory)",
+            {"parallel": msgspec.structs.replace(problem.parallel, offload=True)}
+            if _host_gib(problem) <= MUCH_HOST_GIB
+            else {},
+        ),
         *((f"data.seq_len = {problem.seq_len // n}", {"seq_len": problem.seq_len // n}) for n in (2, 4, 8)),
     )
     for words, change in tries:

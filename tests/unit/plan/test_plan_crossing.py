@@ -29,7 +29,7 @@ def test_tensor_parallel_across_nodes_says_what_it_costs() -> None:
     # 4 micro-batches x 4 all-reduces of 4096 x 4096 bf16, each 2 x 15/16 of its size: 960 MiB a layer.
     assert "tp 16 crosses nodes of 8: 960.0 MiB" in warning
     # 32 layers: 32.2 GB over 50 GB/s.
-    assert "0.64 s a step at 50 GB/s" in warning and "NVLink 0.072 s" in warning
+    assert "0.64 s a step at the 50 GB/s" in warning and "over its links 0.072 s" in warning
     assert "NVLink" not in said(strategy="fsdp", dp_shard=2, tp=16, device="cpu")[0]
 
 

@@ -1,0 +1,158 @@
+"""Plans that once could not run, or were told wrong; each was found by looking at what the trainer really does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan import pipeline
+from clustertrain.plan.machine import machine_of
+from clustertrain.plan.planner import Plan, plan
+from clustertrain.plan.search import search
+from clustertrain.plan.table import of_row, predict
+from clustertrain.spec import hardware
+from clustertrain.spec.cluster import ClusterProfile, Measured
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.presets import PRESETS
+from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+from tests.unit.plan.problems import LLAMA_8B, problem
+
+
+def chosen(
+    preset: str,
+    gpu: str,
+    *,
+    batch: int = 256,
+    seq_len: int = 8192,
+    precision: Any = "auto",
+    profile: ClusterProfile | None = None,
+    parallel: dict[str, Any] | None = None,
+    **job: Any,
+) -> Plan:
+    recipe = Recipe(
+        model=ModelSpec(**PRESETS[preset]),
+        data=DataSpec(seq_len=seq_len),
+        train=TrainSpec(global_batch=batch, precision=precision),
+        parallel=ParallelSpec(**(parallel or {})),
+    )
+    spec = RunSpec(job=JobSpec(**{"nodes": 4, "gpus": 8, "gpu_type": gpu, **job}), recipe=recipe)
+    return plan(spec, profile or ClusterProfile(), "cuda")
+
+
+def test_8_bit_layers_are_never_split_by_the_plan_itself() -> None:
+    made = chosen("llama3.1-70b", "h100", nodes=16, precision="fp8")
+    assert made.layout.tp == 1
+    assert any(r.strategy == "tensor parallel" and "8-bit" in r.why for r in made.rejected)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+@pytest.mark.parametrize("set_with", [{"activation_checkpointing": "selective"}, {"compile": True}])
+def test_what_does_not_go_with_a_schedule_leaves_layouts_without_a_pipeline(schedule: str, set_with: Any) -> None:
+    made = chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with})
+    assert made.layout.pp == 1 and made.memory.fits is True
+    with pytest.raises(ConfigError):
+        chosen("llama3.1-8b", "h100", parallel={"schedule": schedule, **set_with}, pp=4)
+
+
+def test_a_schedule_that_was_given_gets_no_more_stages_than_there_are_parts() -> None:
+    for nodes, gpus in ((256, 8), (2, 8)):
+        made = chosen("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus,
+                      parallel={"schedule": "zero-bubble"})  # fmt: skip
+        assert pipeline.stages(made.layout) <= 32 + 2
+
+
+def test_a_pipeline_never_counts_on_gradients_that_are_reduced_in_between() -> None:
+    for limit in (20.0, 40.0, 64.0):
+        found = search(problem(LLAMA_8B, world=32, seq_len=2048, global_batch=64, limit_gib=limit))
+        assert all(c.layout.defer_reduction for c in found.fitting if c.layout.pp > 1)
+
+
+def test_a_shard_group_of_the_users_own_is_searched_too() -> None:
+    made = chosen("llama3.1-8b", "h100", batch=48, nodes=6, layout="hybrid-shard", dp_shard=3)
+    assert (made.layout.dp_replicate, made.layout.dp_shard) == (16, 3)
+    assert made.time.step_s is not None
+
+
+def test_zero1_is_not_predicted_to_communicate_less_than_ddp() -> None:
+    """It is DDP's all-reduce, and then the parameters once more."""
+    ddp, zero1 = (chosen("llama3.2-1b", "a100-80gb", seq_len=2048, layout=kind) for kind in ("ddp", "zero1"))
+    assert ddp.time.comm_s is not None and zero1.time.comm_s is not None
+    assert zero1.time.comm_s["data"] > ddp.time.comm_s["data"]
+
+
+def test_a_measured_matmul_rate_speaks_for_16_bit_alone() -> None:
+    profile = ClusterProfile(measured=Measured(gemm_tflops=271.0, gemm_dtype="bf16", device="NVIDIA A100-SXM4-80GB"))
+    gpu = hardware.find("a100-80gb")
+    assert gpu is not None
+    assert machine_of(gpu, 8, "fp32", profile).rates.matmul < 20e12
+    assert machine_of(gpu, 8, "bf16", profile).rates.matmul == pytest.approx(271e12 * 0.85)
+
+
+def test_a_calibration_scales_all_of_a_step() -> None:
+    book, slower = (
+        chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(calibration=c)) for c in (1.0, 1.5)
+    )
+    assert book.time.step_s is not None and slower.time.step_s == pytest.approx(1.5 * book.time.step_s)
+
+
+def test_a_type_of_ones_own_is_predicted_with_its_figures() -> None:
+    own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000, link_gb_s=200, fabric_gb_s=25)
+    made = chosen("llama3.1-8b", "x9000", profile=ClusterProfile(gpu=own))
+    assert made.memory.capacity_gib == 80 and made.time.mfu is not None and 0.1 < made.time.mfu < 0.8
+
+
+def test_a_named_fabric_slows_what_crosses_nodes() -> None:
+    slow, fast = (
+        chosen("llama3.1-8b", "h100", layout="fsdp", profile=ClusterProfile(fabric=fabric))
+        for fabric in ("ethernet-10", "8 x ndr")
+    )
+    assert (slow.time.step_s or 0) > (fast.time.step_s or 0)
+    with pytest.raises(ConfigError, match="fabric = '8 x ndx'"):
+        ClusterProfile(fabric="8 x ndx")
+
+
+def test_a_pcie_card_has_no_nvlink() -> None:
+    for name in ("NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "Tesla V100-PCIE-16GB"):
+        gpu = hardware.find(name)
+        assert gpu is not None and gpu.link_gb_s == 0, name
+    assert hardware.find("NVIDIA A30 PCIe") is hardware.find("a30")
+
+
+def test_what_would_fit_asks_for_no_more_host_memory_than_a_node_has() -> None:
+    assert "offload" not in chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
+    assert chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
+
+
+ROW = {"model": "Llama-3-8B", "n_params_b": "8.03", "gpu": "H100", "n_gpus": "16", "seq": "4096", "micro_bs": "1"}
+
+
+def test_one_stated_degree_is_a_stated_layout() -> None:
+    for cells in ({"pp": "8"}, {"cp": "8"}, {"dp": "16"}, {"tp": "2"}):
+        assert "layout is not stated" not in of_row({**ROW, **cells}).note
+    assert "the layout is not stated" in of_row(ROW).note
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"tp": "32"}, "tp 32"),
+        ({"tp": "3"}, "does not divide n_gpus = 16"),
+        ({"fsdp_or_zero": "magic"}, "fsdp_or_zero = 'magic'"),
+        ({"act_ckpt": "sometimes"}, "act_ckpt = 'sometimes'"),
+    ],
+)
+def test_a_row_that_contradicts_itself_gets_a_note(cells: dict[str, str], words: str) -> None:
+    (found,) = predict([{**ROW, **cells}], calibrate=True)
+    assert found.tokens_per_s_per_gpu is None and words in found.note
+
+
+def test_flops_are_the_hardwares_only_where_the_note_says_so() -> None:
+    row = {**ROW, "tp": "1", "act_ckpt": "full"}
+    plain, modern, counted = (
+        of_row({**row, "note": note}).tflops_per_gpu or 0
+        for note in ("", "trained on modern hardware", "TFLOPs are hardware")
+    )
+    assert plain == modern < counted
