@@ -26,7 +26,7 @@ from clustertrain.plan.search import (
 )
 
 MUCH_HOST_GIB = 1500.0  # of a node with two terabytes
-LARGEST_CLUSTER = 65_536  # GPUs, where the search for a number that fits ends
+LARGEST_CLUSTER = 16_384  # GPUs, of the largest published runs: where the search for a number that fits ends
 
 
 def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:

@@ -87,7 +87,7 @@ def test_24_11_with_a_type_of_autodetect_and_cores_kept_for_the_system() -> None
         "gpus_flag": "gpus-per-node",
         "cpus_per_gpu": 112,  # of CPUEfctv=224, not CPUTot=256
     }
-    assert "a100-80gb with 80 GiB" in found.keys["gpu_type"].source
+    assert "a100-pcie-80gb with 80 GiB" in found.keys["gpu_type"].source
     assert any("no time limit" in note for note in found.notes)
     assert any("no default" in note for note in found.notes)
 
