@@ -18,6 +18,8 @@ from clustertrain.launch.look import look
 from clustertrain.run.folder import RunDir
 
 POLL_S = 0.4
+# A shell has its background jobs ignore SIGINT, and a test run may be one of them.
+INTERRUPTIBLE = ("env", "--default-signal=INT")
 CLI = [sys.executable, "-m", "clustertrain"]
 # Small, so that starting torch is most of the time; no checkpoint of its own accord before the last step, so that a
 # resume is from the one that the stop made.

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
+from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
 # The command line with another assumption of a rank's memory than 4 GiB, which no small model reaches.
@@ -54,7 +55,7 @@ def typed(folder: Path, gib: float, *words: str) -> subprocess.Popen[str]:
     environ |= {"CLUSTERTRAIN_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
     here = ("--backend", "local", "--device", "cpu", "--find-micro-batch")
     return subprocess.Popen(
-        [sys.executable, "-c", LIMITED, str(gib), "plan", *here, *words],
+        [*INTERRUPTIBLE, sys.executable, "-c", LIMITED, str(gib), "plan", *here, *words],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

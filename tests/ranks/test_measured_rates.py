@@ -18,6 +18,7 @@ from clustertrain import clock
 from clustertrain.doctor import rates
 from clustertrain.doctor.rates import MARK, Where
 from clustertrain.launch.network import free_port
+from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +66,7 @@ def test_two_nodes_meet_and_one_of_them_tells() -> None:
 
 
 def test_an_interrupt_ends_every_process_and_writes_nothing(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
+    argv = [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "cluster", "detect", "x", "--local", "--measure"]
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         below: list[psutil.Process] = []

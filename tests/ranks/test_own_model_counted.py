@@ -60,7 +60,8 @@ def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str
     memory, gib = shown["memory"], 1024**3
     assert memory["params_gib"] * gib == memory["grads_gib"] * gib == 4 * PARAMETERS
     assert memory["optimizer_gib"] * gib == 8 * PARAMETERS / 2
-    assert memory["activations_gib"] > 0 and memory["peak_gib"] > memory["overhead_gib"] == 2.0  # context, NCCL
+    assert memory["activations_gib"] > 0 and memory["peak_gib"] > memory["overhead_gib"]
+    assert 2.0 < memory["overhead_gib"] < 2.01  # context, NCCL, and a twentieth of what tensors need
     assert any(reason.startswith("counted: nets:Net has") for reason in shown["reasons"])
 
 

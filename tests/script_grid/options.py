@@ -186,7 +186,14 @@ VALUES: Mapping[str, Sequence[Value]] = {
     "constraint": given("constraint", "ib", "ib&h100", "rack1|rack2", "[rack1|rack2]", "(ib&h100)|rack1"),
     "reservation": given("reservation", RESERVATION),
     "mem": [*given("mem", "100G", "64000"), Value(("--mem", "0"))],
-    "dependency": given("dependency", "singleton", "afterok:12", "afterany:1:2,afternotok:3", "afterok:1?afterany:2"),
+    # Jobs that no testbed has had: what an ending one was would decide whether sbatch takes it.
+    "dependency": given(
+        "dependency",
+        "singleton",
+        "afterok:6000012",
+        "afterany:6000001:6000002,afternotok:6000003",
+        "afterok:6000001?afterany:6000002",
+    ),
     "time": TIMES,
     "name": NAMES,
     "passed": PASSED,
