@@ -171,6 +171,8 @@ def way_out(problem: Problem, gpu: str) -> str:
 def _fits_on(problem: Problem, nodes: int) -> bool:
     """With the sequences that these GPUs need at least, and no degree that the number of ranks decides."""
     world = nodes * problem.gpus_per_node
+    if not problem.parallel.offload and _states_gib(problem) / world > problem.limit_gib:
+        return False  # nothing shards further than over all ranks
     wanted = dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0)
     whole = -(-problem.global_batch // world) * world
     return search.search(dataclasses.replace(problem, world=world, global_batch=whole, wanted=wanted)).best is not None
@@ -185,11 +187,15 @@ def _least_nodes(problem: Problem, enough: int) -> int:
     return high
 
 
-def _host_gib(problem: Problem) -> float:
-    """Of one node, for weights, gradients and optimizer state of its share of the model."""
-    nodes = -(-problem.world // problem.gpus_per_node)
+def _states_gib(problem: Problem) -> float:
+    """Weights, gradients and optimizer state of the whole model."""
     stack = problem.stack
-    return problem.model.parameters() * (stack.weight_bytes + stack.grad_bytes + stack.optimizer_bytes) / GIB / nodes
+    return problem.model.parameters() * (stack.weight_bytes + stack.grad_bytes + stack.optimizer_bytes) / GIB
+
+
+def _host_gib(problem: Problem) -> float:
+    """Of one node, for its share of the states."""
+    return _states_gib(problem) / -(-problem.world // problem.gpus_per_node)
 
 
 def _changes(problem: Problem) -> Iterator[str]:

@@ -51,6 +51,7 @@ def test_every_word_of_a_tp_plan_is_documented() -> None:
     assert [w for w in WORDS if f"| `{w}` |" not in text] == []
 
 
+@pytest.mark.long
 def test_the_snippets_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", SCRIPTS.read_text(), re.DOTALL)
     script = tmp_path / "snippets.py"

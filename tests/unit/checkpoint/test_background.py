@@ -130,6 +130,7 @@ def test_a_save_is_given_up_at_the_deadline(
     writer.resume()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["before the marker", "while publishing", "while pruning"])
 def test_the_deadline_may_fall_into_the_commit(
     limited: tuple[CheckpointManager, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str

@@ -122,8 +122,8 @@ def test_a_pcie_card_has_no_nvlink() -> None:
 
 
 def test_what_would_fit_asks_for_no_more_host_memory_than_a_node_has() -> None:
-    assert "offload" not in chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
-    assert chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
+    way_out = chosen("llama3.1-405b", "h100", batch=64, nodes=1).way_out
+    assert way_out and "offload" not in way_out
 
 
 ROW = {"model": "Llama-3-8B", "n_params_b": "8.03", "gpu": "H100", "n_gpus": "16", "seq": "4096", "micro_bs": "1"}
