@@ -18,8 +18,10 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     """All columns of ``source`` as they are, with those of ``table.COLUMNS`` behind them.
 
     Raises:
-        ConfigError: the file is no CSV table with the columns that a prediction needs.
+        ConfigError: the file is no CSV table with the columns that a prediction needs; ``out`` cannot be written.
     """
+    if out is not None and out.exists() and not out.is_file():
+        raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give --out the name of a file")
     columns, rows = _read(source)
     found = table.predict(rows, calibrate=calibrate)
     text = io.StringIO()
@@ -29,7 +31,12 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     for row, prediction in zip(rows, found, strict=True):
         writer.writerow([*(row[name] for name in kept), *prediction.cells()])
     if out is not None:
-        fsio.write_text(out, text.getvalue())
+        try:
+            fsio.write_text(out, text.getvalue())
+        except OSError as e:
+            raise ConfigError(
+                f"{out} cannot be written: {e.strerror}", fix="give --out a path in a folder of yours"
+            ) from e
     elif not as_json:
         click.echo(text.getvalue(), nl=False)
     left = [number for number, p in enumerate(found, start=1) if p.tokens_per_s_per_gpu is None]

@@ -72,7 +72,7 @@ def rates(gpu: GpuType, precision: str, constants: Constants = FITTED) -> Rates:
         low = peak * eight_part * sustained * constants.low_bits[_LOW[precision]] * 1e12
         return Rates(low, half, memory, 1)
     if precision in ("fp32", "tf32"):
-        full = gpu.fp32_tflops * 1e12 * sustained
+        full = (gpu.fp32_tflops or gpu.tflops / 16) * 1e12 * sustained  # a profile's type may not say
         if precision == "tf32" and gpu.bf16:
             full = half / 2
         return Rates(full, full, memory, 4)

@@ -74,6 +74,9 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             positive("grace_s", self.grace_s)
         positive("signal_lead_s", self.signal_lead_s)
         positive("calibration", self.calibration)
+        if self.gpu is not None:
+            for name in ("memory_gib", "tflops", "memory_gb_s", "fabric_gb_s", "power"):
+                positive(f"gpu.{name}", getattr(self.gpu, name))
         if self.fabric:
             fabrics.node_gb_s(self.fabric)
         if self.gpus_per_node < 0:

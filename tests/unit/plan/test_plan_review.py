@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clustertrain.cli.plan_table import write_predictions
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline
 from clustertrain.plan.machine import machine_of
@@ -102,6 +104,22 @@ def test_a_type_of_ones_own_is_predicted_with_its_figures() -> None:
     own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000, link_gb_s=200, fabric_gb_s=25)
     made = chosen("llama3.1-8b", "x9000", profile=ClusterProfile(gpu=own))
     assert made.memory.capacity_gib == 80 and made.time.mfu is not None and 0.1 < made.time.mfu < 0.8
+
+
+def test_a_type_of_ones_own_needs_its_rates() -> None:
+    with pytest.raises(ValueError, match=r"gpu\.tflops = 0"):
+        ClusterProfile(gpu=hardware.GpuType(name="x9000", memory_gib=80))
+    own = hardware.GpuType(name="x9000", memory_gib=80, tflops=500, memory_gb_s=2000)
+    assert chosen("llama3.2-1b", "x9000", precision="fp32", profile=ClusterProfile(gpu=own)).time.step_s
+
+
+@pytest.mark.parametrize(("where", "words"), [("none/out.csv", "cannot be written"), ("folder", "not a regular file")])
+def test_predictions_that_cannot_be_written_are_an_error_in_words(tmp_path: Path, where: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "in.csv").write_text("gpu,seq,n_gpus,n_params_b\nH100,2048,8,8\n")
+    with pytest.raises(ConfigError, match=words):
+        write_predictions(tmp_path / "in.csv", tmp_path / where, calibrate=False, as_json=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "in.csv"]
 
 
 def test_a_named_fabric_slows_what_crosses_nodes() -> None:
