@@ -12,6 +12,7 @@ import msgspec
 import tomlkit
 
 from clustertrain import fsio
+from clustertrain.errors import ConfigError
 from clustertrain.launch.findings import Found
 from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.strict import build, parse_toml
@@ -85,9 +86,13 @@ def parsed(text: str, source: str) -> ClusterProfile:
 def write(path: Path, text: str) -> None:
     """Durably; a profile that others read keeps its permissions, and a link stays one."""
     target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mode = target.stat().st_mode & 0o777 if target.exists() else None
-    fsio.write_text(target, text)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mode = target.stat().st_mode & 0o777 if target.exists() else None
+        fsio.write_text(target, text)
+    except OSError as e:
+        fix = "set XDG_CONFIG_HOME to a folder of yours, or print it with --dry-run"
+        raise ConfigError(f"the profile {path} cannot be written: {e.strerror}", fix=fix) from e
     if mode is not None:
         target.chmod(mode)
 

@@ -114,3 +114,9 @@ def test_a_profile_that_does_not_read() -> None:
         profile_file.parsed('partitoin = "x"', "x")
     with pytest.raises(ConfigError, match="x: not valid TOML"):
         profile_file.parsed("partition = [", "x")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("a file where a folder should be")
+    with pytest.raises(ConfigError, match=r"x\.toml cannot be written"):
+        profile_file.write(tmp_path / "config" / "clusters" / "x.toml", "partition = 'a'\n")
