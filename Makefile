@@ -24,11 +24,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## the main job on this machine: train, be preempted, requeue, resume, finish, report
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
 
-# The others share one Slurm cluster, or take all cores themselves.
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
+# A test of ranks waits for processes to start as much as it computes; one file's tests share a team of ranks.
+RANKS := -n 2 --dist loadfile -m '(ranks or long) and not slurm and not gpu'
+# These share one Slurm cluster, or one GPU.
+ALONE := -m 'slurm or gpu'
 
 test: setup test-packages ## every test, the real-Slurm ones included
-	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) -m 'slurm or ranks or gpu or long' && exit $$fast
+	@$(PYTEST) $(FAST); fast=$$?; $(PYTEST) $(RANKS); ranks=$$?; $(PYTEST) $(ALONE) && exit $$((fast + ranks))
 
 test-fast: setup ## the tests that need no cluster and start no ranks
 	$(PYTEST) $(FAST)
