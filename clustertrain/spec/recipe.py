@@ -18,6 +18,7 @@ from clustertrain.spec.places import check_node_folder, is_url
 from clustertrain.spec.presets import PRESETS
 from clustertrain.spec.ranges import positive, within
 from clustertrain.spec.strict import nearest
+from clustertrain.spec.telemetry import TelemetrySpec
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
 DataKind = Literal["auto", "text", "pairs", "images"]
@@ -269,6 +270,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parallel: ParallelSpec = ParallelSpec()
     train: TrainSpec = TrainSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    telemetry: TelemetrySpec = TelemetrySpec()
     rehearsal: RehearsalSpec = RehearsalSpec()
 
     def __post_init__(self) -> None:

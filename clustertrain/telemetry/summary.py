@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from clustertrain.run.goodput import Goodput
+
 
 class Stats(msgspec.Struct, frozen=True):
-    """Over all samples that have a value."""
+    """Over all samples that have a value. The percentiles come from histograms with bins of 2 %."""
 
     mean: float
     p5: float
@@ -29,11 +31,47 @@ class Timeline(msgspec.Struct, frozen=True):
     utilization: list[float | None]
 
 
+class Throttled(msgspec.Struct, frozen=True):
+    """Shares of the samples in which the clock was held down; None where the driver does not tell."""
+
+    power: float | None = None
+    thermal: float | None = None
+    hardware: float | None = None
+
+
+class InPhase(msgspec.Struct, frozen=True):
+    """A GPU while its rank was in one phase (``run/beat.py``). ``share`` is of the GPU's samples."""
+
+    share: float
+    utilization: float | None
+    power_w: float | None
+    sm_clock_mhz: float | None
+
+
+class Errors(msgspec.Struct, frozen=True):
+    """Increases over the run, None where the driver does not tell; ``xids`` with their times, oldest first."""
+
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    remapped_rows: int | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    nvlink_errors: int | None = None
+    pcie_replays: int | None = None
+    xids: list[Xid] = []
+
+
+class Xid(msgspec.Struct, frozen=True):
+    t: float
+    xid: int
+
+
 class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One allocated GPU, over all attempts that had it.
 
     A figure is None when no sample has it; ``nulls`` then gives the reason, and also where only some samples lack it.
     ``energy_source`` is ``counter`` (the GPU's own), ``power`` (integrated from the power samples) or ``mixed``.
+    ``phases`` has what its rank was in, by name; empty where no rank told.
     """
 
     node: str
@@ -55,6 +93,32 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory_clock_mhz: Stats | None
     timeline: Timeline
     nulls: dict[str, str]
+    sm_activity: Stats | None = None
+    tensor_activity: Stats | None = None
+    dram_activity: Stats | None = None
+    pcie_bytes_per_s: Stats | None = None
+    nvlink_bytes_per_s: Stats | None = None
+    processes_max: int | None = None
+    nvlinks_active_min: int | None = None
+    nvlinks_active_max: int | None = None
+    throttled: Throttled = Throttled()
+    errors: Errors = Errors()
+    phases: dict[str, InPhase] = {}
+    parent: str | None = None  # of a MIG slice: the GPU's UUID
+
+
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank in the newest attempt that it told of itself. Times are a step's mean; ``forward_s`` is None where the
+    layout has collectives in the forward pass."""
+
+    rank: int
+    node: str
+    uuid: str | None
+    step: int | None
+    data_wait_s: float | None
+    forward_s: float | None
+    memory_gib: Stats | None = None
+    cpu_cores: float | None = None
 
 
 class ProcessSummary(msgspec.Struct, frozen=True):
@@ -66,7 +130,8 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. ``nvml`` says why it has no GPU figures, else None."""
+    """One node. ``nvml`` says why it has no GPU figures, else None. ``cpu_allocated`` and ``memory_allocated_gib`` are
+    the job's on this node, None where nothing says."""
 
     node: str
     attempts: list[int]
@@ -82,13 +147,58 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     load1: Stats | None
     processes: ProcessSummary | None
     nulls: dict[str, str]
+    cpu_allocated: int | None = None
+    memory_allocated_gib: float | None = None
+    network_bytes_per_s: Stats | None = None
+    infiniband_bytes_per_s: Stats | None = None
+    disk_bytes_per_s: Stats | None = None
 
 
 class AttemptSummary(msgspec.Struct, frozen=True):
+    """``events`` are what stands on the timeline: (time, name, words)."""
+
     n: int
     job_id: str | None
     window: Window
     nodes: list[str]
+    start: float | None = None
+    end: float | None = None
+    ending: str | None = None
+    events: list[Mark] = []
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Something that happened, or with ``end`` lasted: ``kind`` is the event's name."""
+
+    t: float
+    kind: str
+    text: str
+    end: float | None = None
+
+
+class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What the watts bought, over the steps that count. ``energy_j`` is of all GPUs and of all time; a step that was
+    repeated costs energy and counts once."""
+
+    steps: int
+    tokens: float | None
+    step_s: Stats | None
+    tokens_per_s: float | None  # while training
+    tokens_per_s_per_gpu: float | None
+    mfu: float | None
+    energy_j: float | None
+    joules_per_token: float | None
+    data_wait_share: float | None  # of the step time of rank 0
+    loss: float | None
+
+
+class Waste(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
+    others the time outside of productive steps."""
+
+    gpu_hours: float
+    wasted_gpu_hours: float
+    by_cause: dict[str, float]
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,3 +224,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[GpuSummary]
     hosts: list[HostSummary]
     notes: list[Note]
+    state: str | None = None
+    user: str | None = None
+    layout: str | None = None
+    ranks: list[RankSummary] = []
+    training: TrainingSummary | None = None
+    goodput: Goodput | None = None
+    waste: Waste | None = None
+    unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why

@@ -1,0 +1,100 @@
+"""What a rank says of itself while it runs: a few numbers in a file of its node's, which the agent reads once a second.
+
+The file lies in the agent's temporary folder, never on the shared filesystem. Writing is one copy into mapped memory,
+some microseconds; a reader may see a beat half written, which the doubled count tells.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+# In the order of their codes. "idle" is before the session starts and after it ends.
+PHASES = ("idle", "startup", "restore", "train", "checkpoint", "evaluation", "shutdown")
+IDLE, STARTUP, RESTORE, TRAIN, CHECKPOINT, EVALUATION, SHUTDOWN = range(len(PHASES))
+
+_SHAPE = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
+
+
+class Beat(msgspec.Struct):
+    """``step``: optimizer steps done; ``phase``: a code of PHASES; ``tokens``: of this rank's steps in this attempt.
+    ``data_wait_s``, ``forward_s``: summed over this attempt; ``forward_s`` is NaN where the layout has collectives in
+    it. ``t``: when the step began, CLOCK_MONOTONIC s. ``pid``: the rank's process."""
+
+    step: int = 0
+    phase: int = IDLE
+    tokens: float = 0.0
+    data_wait_s: float = 0.0
+    forward_s: float = float("nan")
+    t: float = 0.0
+    pid: int = 0
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"beat-{rank}"
+
+
+class Writer:
+    """The beat of one rank. Never raises: a temporary folder that is full or gone must not end a training run."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.beat = Beat(pid=os.getpid())
+        self._count = 0
+        self._map: mmap.mmap | None = None
+        try:
+            fd = os.open(path_of(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, _SHAPE.size)  # a write into a hole of a full disk would be a SIGBUS
+                self._map = mmap.mmap(fd, _SHAPE.size)
+            finally:
+                os.close(fd)
+        except (OSError, ValueError):
+            self._map = None
+
+    def write(self) -> None:
+        """Publish :attr:`beat` as it is now."""
+        if self._map is None:
+            return
+        b = self.beat
+        self._count += 1
+        figures = (b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s, b.t, b.pid)
+        _SHAPE.pack_into(self._map, 0, self._count, *figures, self._count)
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+class Reader:
+    """The beats of a node's ranks, read again and again."""
+
+    def __init__(self, folder: Path, ranks: list[int]) -> None:
+        self._paths = {rank: path_of(folder, rank) for rank in ranks}
+
+    def read(self) -> dict[int, Beat]:
+        """By global rank; without those that have not begun, or could not be read."""
+        found = {}
+        for rank, path in self._paths.items():
+            beat = _read(path)
+            if beat is not None:
+                found[rank] = beat
+        return found
+
+
+def _read(path: Path) -> Beat | None:
+    for _ in range(3):  # one that was being written
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) < _SHAPE.size:
+            return None
+        count, step, phase, tokens, data_wait_s, forward_s, t, pid, again = _SHAPE.unpack_from(data)
+        if count and count == again:
+            return Beat(step, phase, tokens, data_wait_s, forward_s, t, pid)
+    return None

@@ -1,0 +1,70 @@
+"""The ``[telemetry]`` table of a recipe: what is recorded, exported and watched while a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from urllib.parse import urlsplit
+
+import msgspec
+
+from clustertrain.spec.ranges import positive, within
+
+
+class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[telemetry.alerts]`` table. A limit of 0 turns its rule off. Each alert goes into the events and the log;
+    ``command`` and ``webhook`` get it besides."""
+
+    idle_min: float = 10.0  # a GPU at 0 % for so many minutes, once training has begun
+    slowdown: float = 0.3  # steps slower than the run's own median by this share, over five minutes
+    memory: float = 0.97  # of a GPU's memory
+    straggler: float = 0.1  # a GPU or rank slower than the median of the others by this share, over five minutes
+    throttle_min: float = 2.0  # a GPU held down by heat or hardware for so many minutes in ten
+    xid: bool = True  # the driver reported an error of a GPU
+    command: list[str] = []  # a program and its arguments, run without a shell; the alert is JSON on its input
+    webhook: str = ""  # a URL that gets the alert as JSON, by POST
+
+    def __post_init__(self) -> None:
+        for name in ("idle_min", "throttle_min"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (off) or more")
+        for name in ("slowdown", "memory", "straggler"):
+            within(name, getattr(self, name), 0.0, 1.0)
+        if self.command and not self.command[0]:
+            raise ValueError(f"command = {self.command!r}: begins with an empty name")
+        if self.webhook and (
+            urlsplit(self.webhook).scheme not in ("http", "https") or not urlsplit(self.webhook).netloc
+        ):
+            raise ValueError(f"webhook = {self.webhook!r}: must be a URL, as https://host/path")
+
+
+class ExporterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[telemetry.prometheus]`` table: a page in Prometheus's text format that each agent serves, or a file."""
+
+    port: int = 0  # 0: off; of several agents on one machine each takes the next free one
+    address: str = "127.0.0.1"
+    textfile: str = ""  # a folder that node_exporter's textfile collector reads
+
+    def __post_init__(self) -> None:
+        within("port", self.port, 0, 65535)
+        if self.port and not self.address:
+            raise ValueError('address = "": name one; "0.0.0.0" lets everybody in the network read')
+        if self.textfile and not PurePosixPath(self.textfile).is_absolute():
+            raise ValueError(
+                f"textfile = {self.textfile!r}: must be an absolute path, as every node has its own folder"
+            )
+
+
+class TelemetrySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[telemetry]`` table."""
+
+    enabled: bool = True
+    interval_s: float = 1.0  # between samples
+    flush_s: float = 10.0  # between writes: so much is lost when a node dies
+    comment: bool = True  # a line of figures in the Slurm job's comment, for squeue and sacct
+    alerts: AlertsSpec = AlertsSpec()
+    prometheus: ExporterSpec = ExporterSpec()
+
+    def __post_init__(self) -> None:
+        positive("interval_s", self.interval_s)
+        within("interval_s", self.interval_s, 0.1, 60.0)  # GPM has nothing new below 0.1 s
+        within("flush_s", self.flush_s, self.interval_s, 600.0)

@@ -1,0 +1,122 @@
+"""Every figure that is recorded: its name in files, JSON and exports, its unit, and how often it is read.
+
+A column is a device and a field: ``gpu0.utilization`` (numbered as in the header), ``host.cpu``, ``rank5.step``. A
+value that is missing is NaN, never 0, with its reason beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["gauge", "counter"]
+Pace = Literal["fast", "slow"]
+
+FAST: Pace = "fast"  # at every tick, as a rule 1 Hz
+SLOW: Pace = "slow"  # every 10 s: what takes the driver or psutil milliseconds
+
+
+class Field(msgspec.Struct, frozen=True):
+    """``kind``: a gauge has a value at a moment; of a counter only differences mean something, and it may begin anew.
+    ``ceiling``: the highest value that can be (blanks of broken drivers arrive as enormous numbers)."""
+
+    name: str
+    kind: Kind
+    pace: Pace
+    unit: str
+    ceiling: float
+    text: str
+
+
+def _gauge(name: str, unit: str, ceiling: float, text: str, pace: Pace = FAST) -> Field:
+    return Field(name, "gauge", pace, unit, ceiling, text)
+
+
+def _counter(name: str, unit: str, text: str, pace: Pace = FAST) -> Field:
+    return Field(name, "counter", pace, unit, 1e19, text)
+
+
+GPU = (
+    _gauge("utilization", "ratio", 1.0, "share of time in which a kernel ran"),
+    _gauge("memory_busy", "ratio", 1.0, "share of time in which device memory was read or written"),
+    _gauge("memory_used_bytes", "bytes", 1e14, "device memory in use, without what the driver reserves"),
+    _gauge("power_w", "W", 1e5, "power drawn by the board"),
+    _gauge("temperature_c", "°C", 1e3, "temperature of the chip"),
+    _gauge("sm_clock_mhz", "MHz", 1e5, "clock of the multiprocessors"),
+    _gauge("memory_clock_mhz", "MHz", 1e5, "clock of the memory"),
+    _gauge("throttle_power", "ratio", 1.0, "1 while the clock is held down by the power limit"),
+    _gauge("throttle_thermal", "ratio", 1.0, "1 while the clock is held down by heat"),
+    _gauge("throttle_hardware", "ratio", 1.0, "1 while the clock is held down by the board or the power supply"),
+    _gauge("sm_activity", "ratio", 1.0, "share of time and multiprocessors with a warp resident (GPM)"),
+    _gauge("tensor_activity", "ratio", 1.0, "share of time in which the tensor cores were active (GPM)"),
+    _gauge("dram_activity", "ratio", 1.0, "share of the memory's bandwidth in use (GPM)"),
+    _counter("energy_j", "J", "energy drawn since the driver was loaded"),
+    _counter("pcie_tx_bytes", "bytes", "sent over PCIe"),
+    _counter("pcie_rx_bytes", "bytes", "received over PCIe"),
+    _counter("nvlink_tx_bytes", "bytes", "sent over NVLink"),
+    _counter("nvlink_rx_bytes", "bytes", "received over NVLink"),
+    _gauge("processes", "processes", 1e5, "processes that compute on it", SLOW),
+    _gauge("memory_temperature_c", "°C", 1e3, "temperature of the memory", SLOW),
+    _counter("ecc_corrected", "errors", "memory errors corrected since the driver was loaded", SLOW),
+    _counter("ecc_uncorrected", "errors", "memory errors not corrected since the driver was loaded", SLOW),
+    _gauge("remapped_rows", "rows", 1e5, "memory rows replaced for good", SLOW),
+    _gauge("remap_pending", "ratio", 1.0, "1 while a row waits to be replaced by a reset", SLOW),
+    _gauge("remap_failed", "ratio", 1.0, "1 once a row could not be replaced: the board is to be exchanged", SLOW),
+    _gauge("nvlinks_active", "links", 1e3, "NVLinks that are up", SLOW),
+    _counter("nvlink_errors", "errors", "NVLink replays, recoveries and CRC errors", SLOW),
+    _counter("pcie_replays", "errors", "PCIe packets sent again", SLOW),
+)
+
+HOST = (
+    _gauge("cpu", "ratio", 1.0, "busy share of all processors, of all users", SLOW),
+    _gauge("memory_used_bytes", "bytes", 1e16, "memory in use without the page cache, of all users", SLOW),
+    _gauge("load1", "processes", 1e7, "mean run queue of one minute", SLOW),
+    _counter("network_rx_bytes", "bytes", "received by all interfaces but the loopback", SLOW),
+    _counter("network_tx_bytes", "bytes", "sent by all interfaces but the loopback", SLOW),
+    _counter("infiniband_rx_bytes", "bytes", "received by all InfiniBand and RoCE ports", SLOW),
+    _counter("infiniband_tx_bytes", "bytes", "sent by all InfiniBand and RoCE ports", SLOW),
+    _counter("disk_read_bytes", "bytes", "read from this node's disks", SLOW),
+    _counter("disk_write_bytes", "bytes", "written to this node's disks", SLOW),
+    _gauge("job_memory_bytes", "bytes", 1e16, "memory of the processes below the agent", SLOW),
+    _counter("job_cpu_s", "s", "processor time of the processes below the agent", SLOW),
+    _gauge("job_processes", "processes", 1e7, "processes below the agent", SLOW),
+)
+
+# What a rank says of itself (run/beat.py), and what the kernel says of its process.
+RANK = (
+    _counter("step", "steps", "optimizer steps done"),
+    _gauge("phase", "phase", 100.0, "what the rank is in: run/beat.py PHASES"),
+    _counter("tokens", "tokens", "tokens of this rank's steps"),
+    _counter("data_wait_s", "s", "time in which the step waited for its data"),
+    _counter("forward_s", "s", "time of forward passes, where no collective is part of one"),
+    _gauge("memory_bytes", "bytes", 1e16, "resident memory of the rank's process", SLOW),
+    _counter("cpu_s", "s", "processor time of the rank's process", SLOW),
+)
+
+_KINDS = {"gpu": {f.name: f for f in GPU}, "host": {f.name: f for f in HOST}, "rank": {f.name: f for f in RANK}}
+
+
+def column(device: str, field: str) -> str:
+    """``gpu0``, ``utilization`` -> ``gpu0.utilization``."""
+    return f"{device}.{field}"
+
+
+def split(name: str) -> tuple[str, str]:
+    """``gpu0.utilization`` -> ``gpu0``, ``utilization``."""
+    device, _, field = name.partition(".")
+    return device, field
+
+
+def of(name: str) -> Field | None:
+    """The field of a column; None where a later version knows it and this one does not."""
+    device, field = split(name)
+    return _KINDS.get(device.rstrip("0123456789"), {}).get(field)
+
+
+def columns(gpus: int, ranks: list[int], pace: Pace) -> list[str]:
+    """All columns of a node with so many GPUs and these global ranks."""
+    found = [column(f"gpu{i}", f.name) for i in range(gpus) for f in GPU if f.pace == pace]
+    found += [column("host", f.name) for f in HOST if f.pace == pace]
+    found += [column(f"rank{r}", f.name) for r in ranks for f in RANK if f.pace == pace]
+    return found
