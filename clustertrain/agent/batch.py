@@ -36,6 +36,7 @@ POLL_S = 0.2
 LOOK_S = 1.0
 ASK_SCHEDULER_S = 60.0  # how often the end time is read again: an administrator may have moved it
 AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
+AFTER_RESULTS_S = 150.0  # for the agents to make their telemetry small, once all nodes have done their work
 AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
@@ -50,7 +51,7 @@ class Step:
     stop_at: float | None = None
     requeue_asked: bool = False
     new_options: dict[str, str] | None = None  # of the requeue that was asked for
-    failed_at: float | None = None
+    over_at: float | None = None  # a node has failed, or all have ended
     aborted_at: float | None = None
     orphaned: bool = False
     out_of_time: bool = False
@@ -194,10 +195,11 @@ class Batch:
     def _watch_failures(self, step: Step, now: float) -> None:
         """A node that failed leaves the others in a collective, and srun waits for all of them."""
         results = self._results()
-        over = any(r["ending"] == "failed" for r in results.values()) or len(results) == len(self.nodes)
-        if over and step.failed_at is None:
-            step.failed_at = now
-        if step.failed_at is not None and now - step.failed_at > AFTER_FIRST_FAILURE_S:
+        failed = any(r["ending"] == "failed" for r in results.values())
+        if (failed or len(results) == len(self.nodes)) and step.over_at is None:
+            step.over_at = now
+        patience_s = AFTER_FIRST_FAILURE_S if failed else AFTER_RESULTS_S
+        if step.over_at is not None and now - step.over_at > patience_s:
             self._abort(step)
 
     def _abort(self, step: Step) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous, torchrun
+from clustertrain.agent.recording import Recording
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
@@ -25,7 +26,6 @@ from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, Env
 from clustertrain.launch.network import interface_towards
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
-from clustertrain.telemetry.sampler import Sampler
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
@@ -102,25 +102,28 @@ class Agent:
 
     def run(self) -> NodeResult:
         p = self.place
-        sampler = Sampler(
-            p.attempt.telemetry / p.node,
-            p.node,
-            p.environ,
-            on_event=self.log.write,
-            first_rank=p.ranks[0],
-            rank_count=len(p.ranks),
-        )
-        sampler.start()
+        recording = Recording(p.run, p.attempt, p.node, p.ranks, environ=p.environ, beats=self.rank_dir, log=self.log)
+        recording.start()
         try:
-            self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=sampler.gpus)
+            self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=recording.gpus)
+            if p.node_rank == 0:
+                recording.compact_earlier()
             result = self._ranks()
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
+            recording.stop()
+            if not self._hurried():
+                recording.compact(self._hurried)
             return result
         finally:
-            sampler.stop()
+            recording.stop()
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
+
+    def _hurried(self) -> bool:
+        """Whether this node is to be left now: somebody has asked to stop, or given up on the step."""
+        self._look_for_abort()
+        return self.stopping is not None or self.signals.first is not None or self.aborted
 
     def _ranks(self) -> NodeResult:
         p = self.place
@@ -233,11 +236,15 @@ class Agent:
                 return
             _doze(child)
 
-    def _look_for_stop(self) -> None:
-        order = fsio.peek_json(self.place.attempt.stop)
+    def _look_for_abort(self) -> dict[str, Any] | None:
+        order: dict[str, Any] | None = fsio.peek_json(self.place.attempt.stop)
         if order is not None and order.get("abort"):
             self.aborted = True
-        elif order is not None and self.stopping is None:
+        return order
+
+    def _look_for_stop(self) -> None:
+        order = self._look_for_abort()
+        if order is not None and not self.aborted and self.stopping is None:
             # By hand there is no hurry; every other reason to stop ends in a kill.
             self._stop_ranks("batch", None if order.get("why") == "requeue" else self.place.grace_s)
         self.deadline = deadlines.read(self.place.attempt.deadline) or self.deadline

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from clustertrain.run import events
 from clustertrain.run.folder import AttemptDir
-from clustertrain.telemetry.series import Series, load
+from clustertrain.telemetry.fields import FAST, SLOW, Pace
+from clustertrain.telemetry.series import Segment, open_node
 from clustertrain.telemetry.store import GpuFacts
 from clustertrain.telemetry.summary import Window
+from clustertrain.telemetry.totals import Adder, Total, totals_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
-    """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up."""
+    """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up.
+
+    ``segment`` is None where the agent came up and no file is there. ``since``: only what was sampled from there on.
+    """
 
     attempt: int
     node: str
@@ -24,7 +31,9 @@ class Part:
     start: float
     until: float
     interval_s: float = 1.0
-    series: Series | None = None  # None: the agent came up, but no file is there
+    segment: Segment | None = None
+    since: float | None = None
+    trouble: tuple[str, ...] = ()  # what of it could not be read, and why
 
     @property
     def expected(self) -> int:
@@ -32,7 +41,35 @@ class Part:
 
     @property
     def received(self) -> int:
-        return 0 if self.series is None else len(self.series.t)
+        return self.rows(FAST)
+
+    @cached_property
+    def totals(self) -> Mapping[str, Total]:
+        """By column."""
+        if self.segment is None:
+            return {}
+        return self.segment.totals() if self.since is None else self._totals_since(self.segment, self.since)
+
+    def _totals_since(self, segment: Segment, since: float) -> Mapping[str, Total]:
+        adder = Adder(segment.header)
+        for pace, columns in segment.header.paces().items():
+            frame = segment.samples(pace, since=since)
+            rows = np.column_stack([frame.values[c] for c in columns]) if columns else np.empty((len(frame.t), 0))
+            adder.add(pace, frame.t - segment.header.t, rows)
+        return totals_of(adder.sums(0.0, {}))
+
+    @cached_property
+    def _rows(self) -> dict[Pace, int]:
+        if self.segment is None:
+            return {FAST: 0, SLOW: 0}
+        slow = max((self.totals[c].count for c in self.segment.header.slow if c in self.totals), default=0)
+        if self.since is None:
+            return {FAST: self.segment.n, SLOW: slow}
+        return {FAST: len(self.segment.samples(FAST, columns=(), since=self.since).t), SLOW: slow}
+
+    def rows(self, pace: Pace) -> int:
+        """How many samples there are of the pace."""
+        return self._rows[pace]
 
 
 def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
@@ -41,20 +78,28 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     last_word = max((float(e["t"]) for e in log), default=0.0)
     agents = {str(e["node"]): e for e in events.named(log, "agent_started") if "node" in e}
     ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
-    on_disk = {p.name for p in attempt.telemetry.iterdir() if p.is_dir()} if attempt.telemetry.is_dir() else set()
-    for node in sorted(on_disk | agents.keys()):
-        series = load(attempt.telemetry / node)
-        for i, one in enumerate(series):
-            until = float(one.t[-1]) if len(one.t) else one.header.t
-            if i == len(series) - 1:
+    for node in sorted(_on_disk(attempt) | agents.keys()):
+        segments = open_node(attempt.telemetry / node)
+        for i, one in enumerate(segments):
+            until = one.newest_t or one.header.t
+            if i == len(segments) - 1:
                 until = max(until, ended.get(node, 0.0))
-            found.append(Part(attempt.n, node, one.header.gpus, one.header.t, until, one.header.interval_s, one))
-        if not series and node in agents:
-            start = float(agents[node]["t"])
+            trouble = (f"{node}, attempt {attempt.n}: {one.trouble}",) if one.trouble else ()
             found.append(
-                Part(attempt.n, node, _from_event(agents[node]), start, max(start, ended.get(node, last_word)))
+                Part(attempt.n, node, one.header.gpus, one.header.t, until, one.header.interval_s, one, None, trouble)
             )
+        if not segments and node in agents:
+            start = float(agents[node]["t"])
+            until = max(start, ended.get(node, last_word))
+            found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
     return found
+
+
+def _on_disk(attempt: AttemptDir) -> set[str]:
+    try:
+        return {p.name for p in attempt.telemetry.iterdir() if p.is_dir()}
+    except FileNotFoundError:
+        return set()
 
 
 def _from_event(event: events.Event) -> list[GpuFacts]:
@@ -67,12 +112,7 @@ def _from_event(event: events.Event) -> list[GpuFacts]:
 def since(parts: list[Part], since_s: float) -> list[Part]:
     """Only the last ``since_s`` seconds before the newest sample."""
     cut = max((p.until for p in parts), default=0.0) - since_s
-    kept = []
-    for p in parts:
-        if p.until >= cut:
-            series = None if p.series is None else p.series.after(cut)
-            kept.append(Part(p.attempt, p.node, p.gpus, max(p.start, cut), p.until, p.interval_s, series))
-    return kept
+    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut]
 
 
 def window_of(parts: Sequence[Part]) -> Window:

@@ -1,56 +1,78 @@
-"""What a run's telemetry adds up to: reads the files of all nodes and attempts, pools them by GPU and by node."""
+"""What a run's telemetry adds up to: totals of all nodes and attempts, pooled by GPU and by node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from clustertrain import clock, fsio
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.run import attempts, events
+from clustertrain.plan.layout import Layout
+from clustertrain.run import attempts, beat, events, state
 from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.telemetry import notes
-from clustertrain.telemetry.nvml import FIELDS
+from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.telemetry import fields, marks, notes
 from clustertrain.telemetry.parts import Part, of_attempt, since, window_of
-from clustertrain.telemetry.series import Column, Series
+from clustertrain.telemetry.series import Total
 from clustertrain.telemetry.store import GpuFacts
 from clustertrain.telemetry.summary import (
     AttemptSummary,
+    Errors,
     GpuSummary,
     HostSummary,
+    InPhase,
     ProcessSummary,
+    RankSummary,
     Stats,
     Summary,
-    Timeline,
+    Throttled,
+    Waste,
     Window,
+    Xid,
 )
+from clustertrain.telemetry.timeline import timeline_of
+from clustertrain.telemetry.training import training_of
 
 GIB = 1 << 30
-_TIMELINE_STEPS = 160
-_REPORTED = {"memory_used_bytes": "memory_used_gib"}  # names that differ between the file and the report
-_GAP = 5  # sampling intervals without a sample, over which power is not integrated
+# Names that differ between the files and the report, where also the units do.
+_REPORTED = {"memory_used_bytes": "memory_used_gib"}
 
 
 @dataclass
 class _Piece:
-    """One GPU's columns in one part; empty where nothing was recorded."""
+    """One GPU in one part; ``device`` is its name in the part's columns."""
 
     part: Part
     facts: GpuFacts
-    t: Column
-    values: dict[str, Column]
-    reasons: dict[str, str] = field(default_factory=dict)
+    device: str
+
+    def total(self, field: str) -> Total | None:
+        return self.part.totals.get(fields.column(self.device, field))
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By field."""
+        of_all = {} if self.part.segment is None else self.part.segment.reasons()
+        return {fields.split(c)[1]: why for c, why in of_all.items() if fields.split(c)[0] == self.device}
 
 
-def summarize(run: RunDir, attempt: int | None = None, gpu: str | None = None, since_s: float | None = None) -> Summary:
+def summarize(
+    run: RunDir,
+    attempt: int | None = None,
+    gpu: str | None = None,
+    since_s: float | None = None,
+    now_state: str | None = None,
+) -> Summary:
     """The per-job report, over all attempts or one of them.
 
     Args:
         gpu: only GPUs that fit: a UUID or its beginning, an index, or ``node:index``.
         since_s: only the last so many seconds of what was recorded.
+        now_state: what the scheduler makes of the run; None: its own files decide.
 
     Raises:
         NotFound: there is no such attempt.
@@ -66,28 +88,64 @@ def summarize(run: RunDir, attempt: int | None = None, gpu: str | None = None, s
         parts = since(parts, since_s)
     window = window_of(parts)
     pieces = _pieces(parts)
-    gpus = [_gpu(key, found, window) for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)]
+    xids = _xids(logs)
+    gpus = [_gpu(key, found, window, xids) for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)]
     if gpu is not None and not gpus:
         raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
     hosts = [_host(node, found) for node, found in _grouped(parts, lambda p: p.node).items()]
     if gpu is not None:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
+    history = attempts.read_all(run)
+    over = now_state in state.FINAL if now_state else state.settled(history)
+    goodput = ledger(run, history, clock.now(), over)
+    energy = [g.energy_j for g in gpus if g.energy_j is not None]
     summary = Summary(
         run=run.id,
-        job_id=next(iter(reversed(attempts.job_ids(run))), None),
+        job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
         window=window,
         coverage=_coverage(gpus, hosts),
-        attempts=[_attempt(run, a, [p for p in parts if p.attempt == a.n]) for a in chosen],
+        attempts=[_attempt(run, a, [p for p in parts if p.attempt == a.n], logs[a.n]) for a in chosen],
         gpus=sorted(gpus, key=lambda g: (g.node, g.index is None, g.index or 0, g.uuid)),
         hosts=sorted(hosts, key=lambda h: h.node),
         notes=[],
+        state=now_state or (history[-1].ending if history and history[-1].ending else None),
+        user=_owner(run),
+        layout=_layout(run),
+        ranks=_ranks(parts),
+        training=training_of(run, chosen, sum(energy) if energy else None, len(gpus)),
+        goodput=goodput if attempt is None and since_s is None else None,
+        waste=_waste(gpus, parts, goodput),
+        unreadable=[why for p in parts for why in p.trouble],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
 
 
-def _attempt(run: RunDir, attempt: AttemptDir, parts: list[Part]) -> AttemptSummary:
-    job_id = attempts.read_one(run, attempt).job_id
-    return AttemptSummary(attempt.n, job_id or None, window_of(parts), sorted({p.node for p in parts}))
+def _owner(run: RunDir) -> str | None:
+    try:
+        return run.path.owner()
+    except (OSError, KeyError):  # a user that this machine does not know
+        return None
+
+
+def _layout(run: RunDir) -> str | None:
+    try:
+        return msgspec.convert((fsio.read_json(run.plan) or {}).get("layout"), Layout).words()
+    except (OSError, ValueError, msgspec.ValidationError):  # missing, or of another version
+        return None
+
+
+def _attempt(run: RunDir, attempt: AttemptDir, parts: list[Part], log: list[events.Event]) -> AttemptSummary:
+    known = attempts.read_one(run, attempt)
+    return AttemptSummary(
+        attempt.n,
+        known.job_id or None,
+        window_of(parts),
+        sorted({p.node for p in parts}),
+        known.start,
+        known.end,
+        known.ending,
+        marks.of_events(log),
+    )
 
 
 def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -98,14 +156,7 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[
 
 
 def _pieces(parts: list[Part]) -> dict[tuple[str, str], list[_Piece]]:
-    found = []
-    for part in parts:
-        for i, facts in enumerate(part.gpus):
-            s = part.series
-            if s is None:
-                found.append(_Piece(part, facts, np.empty(0), {}))
-            else:
-                found.append(_Piece(part, facts, s.t, s.gpus[i], s.reasons[i]))
+    found = [_Piece(p, facts, f"gpu{i}") for p in parts for i, facts in enumerate(p.gpus)]
     return _grouped(found, lambda p: (p.part.node, p.facts.uuid))
 
 
@@ -123,29 +174,40 @@ def _known(pieces: dict[tuple[str, str], list[_Piece]]) -> str:
     return ("give one of " + ", ".join(names[:8]) + more) if names else "the run recorded no GPU at all"
 
 
-def _stats(column: Column, scale: float = 1.0) -> Stats | None:
-    values = column[np.isfinite(column)] / scale
-    if not len(values):
+def _merged(totals: Iterable[Total | None]) -> Total:
+    whole = Total()
+    for total in totals:
+        if total is not None:
+            whole.merge(total)
+    return whole
+
+
+def _stats(total: Total, scale: float = 1.0) -> Stats | None:
+    if not total.count:
         return None
-    p5, p50, p95 = np.percentile(values, (5, 50, 95))
-    numbers = (values.mean(), p5, p50, p95, values.max())
-    return Stats(*(round(float(v), 4) for v in numbers))
+    numbers = (total.mean, *(total.quantile(q) for q in (0.05, 0.5, 0.95)), total.high)
+    return Stats(*(round(v / scale, 4) for v in numbers))
 
 
-def _pooled(columns: Iterable[Column]) -> Column:
-    return np.concatenate([np.empty(0), *columns])
+def _both(totals: Mapping[str, Total], *names: str) -> Stats | None:
+    """What goes in and out together. Of the sum only the mean is known; the rest is of the larger direction."""
+    there = [totals[n] for n in names if totals[n].count]
+    if not there:
+        return None
+    most = max(there, key=lambda t: t.mean)
+    stats = _stats(most)
+    return None if stats is None else msgspec.structs.replace(stats, mean=round(sum(t.mean for t in there), 4))
 
 
-def _gpu(key: tuple[str, str], pieces: list[_Piece], window: Window) -> GpuSummary:
+def _gpu(key: tuple[str, str], pieces: list[_Piece], window: Window, xids: Mapping[str, list[Xid]]) -> GpuSummary:
     facts = pieces[-1].facts
-    columns = {f: _pooled(p.values.get(f, np.full(len(p.t), np.nan)) for p in pieces) for f in FIELDS}
-    answered = np.any(np.isfinite(np.stack(list(columns.values()))), axis=0)
+    totals = {f.name: _merged(p.total(f.name) for p in pieces) for f in fields.GPU}
     energy_j, source = _energy(pieces)
-    total = next((p.facts.memory_total_bytes for p in reversed(pieces) if p.facts.memory_total_bytes), None)
-    nulls = _nulls(columns, [r for p in pieces for r in p.reasons.items()], facts.reason)
+    total_bytes = next((p.facts.memory_total_bytes for p in reversed(pieces) if p.facts.memory_total_bytes), None)
+    nulls = _nulls(pieces, totals, facts.reason)
     if energy_j is not None:
         nulls.pop("energy_j", None)
-    if total is None:
+    if total_bytes is None:
         nulls["memory_total_gib"] = facts.reason or "the driver did not say"
     return GpuSummary(
         node=key[0],
@@ -154,33 +216,108 @@ def _gpu(key: tuple[str, str], pieces: list[_Piece], window: Window) -> GpuSumma
         name=next((p.facts.name for p in reversed(pieces) if p.facts.name), None),
         ranks=facts.ranks,
         attempts=sorted({p.part.attempt for p in pieces}),
-        samples=int(answered.sum()),
+        samples=max(t.count for t in totals.values()),
         expected=sum(p.part.expected for p in pieces),
-        utilization=_stats(columns["utilization"]),
-        memory_used_gib=_stats(columns["memory_used_bytes"], GIB),
-        memory_total_gib=None if total is None else round(total / GIB, 3),
-        power_w=_stats(columns["power_w"]),
+        utilization=_stats(totals["utilization"]),
+        memory_used_gib=_stats(totals["memory_used_bytes"], GIB),
+        memory_total_gib=None if total_bytes is None else round(total_bytes / GIB, 3),
+        power_w=_stats(totals["power_w"]),
         energy_j=energy_j,
         energy_source=source,
-        temperature_c=_stats(columns["temperature_c"]),
-        sm_clock_mhz=_stats(columns["sm_clock_mhz"]),
-        memory_clock_mhz=_stats(columns["memory_clock_mhz"]),
-        timeline=_timeline(_pooled(p.t for p in pieces), columns["utilization"], window),
+        temperature_c=_stats(totals["temperature_c"]),
+        sm_clock_mhz=_stats(totals["sm_clock_mhz"]),
+        memory_clock_mhz=_stats(totals["memory_clock_mhz"]),
+        timeline=timeline_of([(p.part, p.device) for p in pieces], window),
         nulls=nulls,
+        sm_activity=_stats(totals["sm_activity"]),
+        tensor_activity=_stats(totals["tensor_activity"]),
+        dram_activity=_stats(totals["dram_activity"]),
+        pcie_bytes_per_s=_both(totals, "pcie_tx_bytes", "pcie_rx_bytes"),
+        nvlink_bytes_per_s=_both(totals, "nvlink_tx_bytes", "nvlink_rx_bytes"),
+        processes_max=_whole(totals["processes"].high),
+        nvlinks_active_min=_whole(totals["nvlinks_active"].low),
+        nvlinks_active_max=_whole(totals["nvlinks_active"].high),
+        throttled=Throttled(*(_share(totals[f"throttle_{why}"]) for why in ("power", "thermal", "hardware"))),
+        errors=_errors(totals, xids.get(key[1], [])),
+        phases=_phases(totals),
+        parent=facts.parent,
     )
 
 
-def _nulls(columns: dict[str, Column], reasons: list[tuple[str, str]], lost: str | None) -> dict[str, str]:
+def _whole(value: float) -> int | None:
+    return None if math.isnan(value) else int(value)
+
+
+def _share(total: Total) -> float | None:
+    return round(total.mean, 4) if total.count else None
+
+
+def _errors(totals: Mapping[str, Total], xids: list[Xid]) -> Errors:
+    def grown(name: str) -> int | None:
+        total = totals[name]
+        return None if math.isnan(total.first) else int(total.increase)
+
+    def ever(name: str) -> bool | None:
+        total = totals[name]
+        return None if math.isnan(total.last) else total.last > 0
+
+    rows = totals["remapped_rows"]
+    return Errors(
+        ecc_corrected=grown("ecc_corrected"),
+        ecc_uncorrected=grown("ecc_uncorrected"),
+        remapped_rows=None if math.isnan(rows.last) else int(rows.last - rows.first),
+        remap_pending=ever("remap_pending"),
+        remap_failed=ever("remap_failed"),
+        nvlink_errors=grown("nvlink_errors"),
+        pcie_replays=grown("pcie_replays"),
+        xids=xids,
+    )
+
+
+def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
+    seen = totals["utilization"].by_phase or totals["power_w"].by_phase
+    whole = sum(count for count, _ in seen.values())
+
+    def mean(field: str, phase: int) -> float | None:
+        count, total = totals[field].by_phase.get(phase, (0, 0.0))
+        return round(total / count, 4) if count else None
+
+    return {
+        beat.PHASES[phase]: InPhase(
+            share=round(count / whole, 4),
+            utilization=mean("utilization", phase),
+            power_w=mean("power_w", phase),
+            sm_clock_mhz=mean("sm_clock_mhz", phase),
+        )
+        for phase, (count, _) in sorted(seen.items())
+        if count and phase < len(beat.PHASES)
+    }
+
+
+def _xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[Xid]]:
+    """By the GPU's UUID."""
+    found: dict[str, list[Xid]] = {}
+    for log in logs.values():
+        for e in events.named(log, "gpu_event"):
+            if e.get("xid") is not None and e.get("uuid"):
+                found.setdefault(str(e["uuid"]), []).append(Xid(float(e["t"]), int(e["xid"])))
+    return found
+
+
+def _nulls(pieces: list[_Piece], totals: Mapping[str, Total], lost: str | None) -> dict[str, str]:
     """Why a field is missing, with the share of samples where it is not missing throughout."""
-    known = dict(reasons)
+    known = {field: why for p in pieces for field, why in p.reasons.items()}
     found = {}
-    for name, column in columns.items():
-        missing = int(np.isnan(column).sum())
-        if not missing and len(column):
+    for field in fields.GPU:
+        rows = sum(p.part.rows(field.pace) for p in pieces)
+        # Of a counter the first value gives no rate yet.
+        there = totals[field.name].count + (len(pieces) if field.kind == "counter" and totals[field.name].count else 0)
+        missing = rows - min(there, rows)
+        if not missing and rows:
             continue
-        reason = known.get(name) or lost or ("no sample was recorded" if not len(column) else "no reason was recorded")
-        partly = f" ({missing} of {len(column)} samples)" if missing < len(column) else ""
-        found[_REPORTED.get(name, name)] = reason + partly
+        reason = known.get(field.name) or lost or ("no reason was recorded" if rows else "no sample was recorded")
+        partly = f" ({missing} of {rows} samples)" if missing < rows else ""
+        found[_REPORTED.get(field.name, field.name)] = reason + partly
     return found
 
 
@@ -188,55 +325,26 @@ def _energy(pieces: list[_Piece]) -> tuple[float | None, str | None]:
     """Joules over all pieces, and where they come from."""
     total, sources = 0.0, set()
     for piece in pieces:
-        for source, joules in (("counter", _counted(piece)), ("power", _integrated(piece))):
-            if joules is not None:
-                total += joules
-                sources.add(source)
-                break
+        counter, power = piece.total("energy_j"), piece.total("power_w")
+        if counter is not None and counter.count:
+            total += counter.increase
+            sources.add("counter")
+        elif power is not None and power.count:
+            total += power.sum * piece.part.interval_s
+            sources.add("power")
     if not sources:
         return None, None
     return round(total, 1), sources.pop() if len(sources) == 1 else "mixed"
 
 
-def _counted(piece: _Piece) -> float | None:
-    counter = piece.values.get("energy_j", np.empty(0))
-    counter = counter[np.isfinite(counter)]
-    if len(counter) < 2:
-        return None
-    steps = np.diff(counter)
-    return float(steps[steps >= 0].sum())  # it begins anew when the driver is loaded again
-
-
-def _integrated(piece: _Piece) -> float | None:
-    power = piece.values.get("power_w", np.empty(0))
-    there = np.isfinite(power)
-    if there.sum() < 2:
-        return None
-    t, power = piece.t[there], power[there]
-    width = np.diff(t)
-    area = (power[1:] + power[:-1]) / 2 * width
-    return float(area[width <= _GAP * piece.part.interval_s].sum())
-
-
-def _timeline(t: Column, utilization: Column, window: Window) -> Timeline:
-    if window.start is None or window.end is None:
-        return Timeline(1.0, [])
-    step = max((window.end - window.start) / _TIMELINE_STEPS, 1.0)
-    count = int((window.end - window.start) / step + 1e-6) + 1
-    there = np.isfinite(utilization)
-    at = np.clip(((t[there] - window.start) / step).astype(int), 0, count - 1)
-    number = np.bincount(at, minlength=count)
-    total = np.bincount(at, weights=utilization[there], minlength=count)
-    means = [round(float(s / n), 4) if n else None for s, n in zip(total, number, strict=True)]
-    return Timeline(round(step, 3), means)
-
-
 def _host(node: str, parts: list[Part]) -> HostSummary:
-    recorded = [p.series for p in parts if p.series is not None]
-    header = recorded[-1].header if recorded else None
-    columns = {f: _pooled(s.host.get(f, np.empty(0)) for s in recorded) for f in ("cpu", "memory_used_bytes", "load1")}
-    nulls = {k: v for s in recorded for k, v in s.host_reasons.items()}
+    recorded = [p for p in parts if p.segment is not None]
+    header = recorded[-1].segment.header if recorded and recorded[-1].segment else None
+    totals = {f.name: _merged(p.totals.get(fields.column("host", f.name)) for p in recorded) for f in fields.HOST}
+    why = [w for p in recorded if p.segment for w in p.segment.reasons().items()]
+    nulls = {fields.split(c)[1]: w for c, w in why if fields.split(c)[0] == "host"}
     total = header.memory_total_bytes if header else None
+    memory = header.memory_allocated_bytes if header else None
     return HostSummary(
         node=node,
         attempts=sorted({p.attempt for p in parts}),
@@ -245,27 +353,82 @@ def _host(node: str, parts: list[Part]) -> HostSummary:
         nvml=header.nvml if header else None,
         driver=header.driver if header else None,
         allocation=header.allocation if header else None,
-        cpu=_stats(columns["cpu"]),
+        cpu=_stats(totals["cpu"]),
         cpu_count=header.cpu_count if header else None,
-        memory_used_gib=_stats(columns["memory_used_bytes"], GIB),
+        memory_used_gib=_stats(totals["memory_used_bytes"], GIB),
         memory_total_gib=None if total is None else round(total / GIB, 3),
-        load1=_stats(columns["load1"]),
-        processes=_processes(recorded),
+        load1=_stats(totals["load1"]),
+        processes=_processes(totals),
         nulls={_REPORTED.get(k, k): v for k, v in nulls.items()},
+        cpu_allocated=header.cpu_allocated if header else None,
+        memory_allocated_gib=None if memory is None else round(memory / GIB, 3),
+        network_bytes_per_s=_both(totals, "network_rx_bytes", "network_tx_bytes"),
+        infiniband_bytes_per_s=_both(totals, "infiniband_rx_bytes", "infiniband_tx_bytes"),
+        disk_bytes_per_s=_both(totals, "disk_read_bytes", "disk_write_bytes"),
     )
 
 
-def _processes(series: list[Series]) -> ProcessSummary | None:
-    taken = [p for s in series for p in s.processes]
-    rss = _stats(np.array([p.rss_bytes for p in taken], dtype=np.float64), GIB)
-    cores = _stats(np.array([p.cpu_cores for p in taken], dtype=np.float64))
-    return None if rss is None else ProcessSummary(rss, cores, max(p.count for p in taken))
+def _processes(totals: Mapping[str, Total]) -> ProcessSummary | None:
+    rss = _stats(totals["job_memory_bytes"], GIB)
+    cores = _stats(totals["job_cpu_s"])  # seconds of processor time a second
+    return None if rss is None else ProcessSummary(rss, cores, int(totals["job_processes"].high))
 
 
-def _coverage(gpus: list[GpuSummary], hosts: list[HostSummary]) -> float | None:
+def _ranks(parts: list[Part]) -> list[RankSummary]:
+    """Each rank in the newest attempt that it told of itself."""
+    found: dict[int, RankSummary] = {}
+    for part in sorted(parts, key=lambda p: (p.attempt, p.start)):
+        if part.segment is None:
+            continue
+        uuids = {rank: g.uuid for g in part.gpus for rank in g.ranks}
+        for rank in part.segment.header.ranks:
+            of = {f.name: part.totals.get(fields.column(f"rank{rank}", f.name), Total()) for f in fields.RANK}
+            if math.isnan(of["step"].last):
+                continue
+            steps = of["step"].increase
+            found[rank] = RankSummary(
+                rank=rank,
+                node=part.node,
+                uuid=uuids.get(rank),
+                step=int(of["step"].last),
+                data_wait_s=_a_step(of["data_wait_s"], steps),
+                forward_s=_a_step(of["forward_s"], steps),
+                memory_gib=_stats(of["memory_bytes"], GIB),
+                cpu_cores=round(of["cpu_s"].mean, 3) if of["cpu_s"].count else None,
+            )
+    return [found[r] for r in sorted(found)]
+
+
+def _a_step(total: Total, steps: float) -> float | None:
+    return round(total.increase / steps, 6) if total.count and steps else None
+
+
+def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
     """Over GPUs where there are any, since a lost one is what it must show; over hosts else."""
     with_gpu = {g.node for g in gpus}
     counted = [(g.samples, g.expected) for g in gpus]
     counted += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
     expected = sum(e for _, e in counted)
     return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
+
+
+def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) -> Waste | None:
+    """An unused GPU is lost whole; the others lose what the ledger has beside productive steps, without the queue."""
+    if not gpus:
+        return None
+    held = {(g.node, g.uuid): 0.0 for g in gpus}
+    for part in parts:
+        for facts in part.gpus:
+            if (part.node, facts.uuid) in held:
+                held[part.node, facts.uuid] += max(0.0, part.until - part.start) / 3600
+    unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
+    used = sum(held.values()) - unused
+    running_s = goodput.wall_s - goodput.queue_s
+    causes = {"unused": unused}
+    for name in ("startup_s", "restore_s", "repeated_s", "checkpoint_stall_s", "evaluation_s", "shutdown_s", "lost_s"):
+        share = getattr(goodput, name) / running_s if running_s > 0 else 0.0
+        causes[name.removesuffix("_s")] = used * min(1.0, share)
+    causes = {name: round(hours, 4) for name, hours in causes.items() if hours > 0}
+    return Waste(
+        gpu_hours=round(sum(held.values()), 4), wasted_gpu_hours=round(sum(causes.values()), 4), by_cause=causes
+    )

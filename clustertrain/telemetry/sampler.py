@@ -9,42 +9,55 @@ import contextlib
 import os
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from clustertrain import clock
-from clustertrain.telemetry import allocation
-from clustertrain.telemetry.host import HostReader, ProcessTree
+from clustertrain.run import beat
+from clustertrain.telemetry import allocation, fields
+from clustertrain.telemetry.gpu_events import GpuEvents
+from clustertrain.telemetry.host import HostReader, ProcessTree, RankProcesses, allocated
 from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.reading import Backoff, GpuReader
-from clustertrain.telemetry.store import End, GpuFacts, Header, Processes, Reason, Sample, Writer
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
 
 OnEvent = Callable[..., Any]
+NAN = float("nan")
 
 
 class Intervals(msgspec.Struct, frozen=True):
-    """Seconds between samples, between walks over the process tree, and between writes to the file."""
+    """Seconds between samples, between readings of what is slow to read, and between writes to the file."""
 
     sample_s: float = 1.0
-    processes_s: float = 10.0
-    flush_s: float = 5.0
+    slow_s: float = 10.0
+    flush_s: float = 10.0
+
+
+class Observer(Protocol):
+    """Sees every sample, in the sampler's thread: must be quick."""
+
+    def observe(self, snapshot: Snapshot) -> object: ...
 
 
 class Sampler:
-    """Samples all allocated GPUs of this node and the host.
+    """Samples all allocated GPUs of this node, the host, and what the node's ranks tell of themselves.
 
     Args:
-        folder: where the file goes, ``attempt.telemetry / node``.
+        folder: where the segments go, ``attempt.telemetry / node``.
         node: the node's name.
         environ: the agent's environment, which says what is allocated.
         interval_s: seconds between samples.
         on_event: called as ``on_event(name, **fields)`` from the sampler's thread: ``gpu_lost``, ``gpu_back``,
-            ``telemetry_failed``.
+            ``gpu_event``, ``telemetry_failed``.
         first_rank: global rank of local rank 0; local rank i runs on the i-th allocated GPU. None: not known.
         rank_count: how many ranks the node has, where that may be fewer than GPUs.
+        beats: the folder in which the ranks tell of themselves.
+        observers: are handed each sample.
         intervals: the other intervals; ``interval_s`` wins over its ``sample_s``.
     """
 
@@ -58,6 +71,8 @@ class Sampler:
         *,
         first_rank: int | None = None,
         rank_count: int | None = None,
+        beats: Path | None = None,
+        observers: Sequence[Observer] = (),
         intervals: Intervals | None = None,
     ) -> None:
         self._node = node
@@ -66,12 +81,21 @@ class Sampler:
         self._on_event = on_event
         self._first_rank = first_rank
         self._rank_count = rank_count
+        self._beats_in = beats
+        self._ranks: list[int] = []
+        self._beats: beat.Reader | None = None
+        self._ranks_processes = RankProcesses()
+        self._observers = list(observers)
         self._writer = Writer(folder)
         self._nvml = Nvml()
         self._nvml_reason: str | None = None
         self._nvml_retry = Backoff(30, 600)
+        self._events: GpuEvents | None = None
         self._readers: list[GpuReader] = []
-        self._told: dict[tuple[int | None, str], str] = {}
+        self._facts: list[GpuFacts] = []
+        self._columns: dict[fields.Pace, list[str]] = {}
+        self._values: dict[str, float] = {}
+        self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._lost: set[str] = set()
         self._write_failed = False
         self._begin = 0.0
@@ -107,43 +131,49 @@ class Sampler:
         except Exception as e:  # the thread's edge: telemetry must not end the run
             where = traceback.extract_tb(e.__traceback__)[-1]
             reason = f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})"
-            self._writer.add(End(self._elapsed(), reason))
+            self._guarded_end(reason)
             self._event("telemetry_failed", reason=reason)
         finally:
             self._ready.set()
-            self._nvml.close()
+            self._close_nvml()
             try:
                 self._writer.close()
             except OSError as e:
                 self._event("telemetry_failed", reason=f"the samples could not be written: {e}")
 
+    def _guarded_end(self, reason: str) -> None:
+        with contextlib.suppress(Exception):  # the writer may be what failed
+            self._writer.end(self._elapsed(), reason)
+
     def _loop(self) -> None:
         host, tree = HostReader(), ProcessTree(os.getpid())
-        self._open_nvml(host)
+        self._open(host)
         self._ready.set()
-        self._flush(sync=True)
         every = self._intervals
-        start = next_tree = next_flush = clock.monotonic()
+        start = next_slow = clock.monotonic()
+        next_flush = start + every.flush_s
         tick = 0
         while not self._stop.wait(start + tick * every.sample_s - clock.monotonic()):
-            self._sample(host)
+            beats = self._beats.read() if self._beats else {}
+            self._fast(beats)
             now = clock.monotonic()
-            if now >= next_tree:
-                self._processes(tree)
-                next_tree = now + every.processes_s
+            if now >= next_slow:
+                self._slow(host, tree, beats)
+                next_slow = now + every.slow_s
             if now >= next_flush:
                 self._flush()
                 next_flush = now + every.flush_s
+            self._observe()
             self._heal(host)
             # From the start, so that nothing drifts. Ticks that a slow driver made us miss show as missing coverage.
             tick = max(tick + 1, int((clock.monotonic() - start) / every.sample_s))
-        self._writer.add(End(self._elapsed()))
+        self._writer.end(self._elapsed())
 
     def _elapsed(self) -> float:
         return clock.monotonic() - self._begin
 
-    def _open_nvml(self, host: HostReader) -> None:
-        """Open NVML, find the allocated GPUs and write the header that says what follows."""
+    def _open(self, host: HostReader) -> None:
+        """Open NVML, find the allocated GPUs and begin a segment that says what follows."""
         driver, found = None, allocation.Allocation([], None)
         try:
             driver = self._nvml.open()
@@ -153,53 +183,107 @@ class Sampler:
             self._nvml.close()
             self._nvml_reason = e.reason
             self._nvml_retry.failed(clock.monotonic())
-        facts = [self._facts(i, d) for i, d in enumerate(found.devices)]
-        self.gpus = [msgspec.to_builtins(f) for f in facts]
+        count = len(found.devices) if self._rank_count is None else self._rank_count
+        first = self._first_rank
+        self._ranks = [] if first is None else list(range(first, first + count))
+        self._beats = beat.Reader(self._beats_in, self._ranks) if self._beats_in else None
+        self._facts = [self._facts_of(i, d) for i, d in enumerate(found.devices)]
+        self.gpus = [msgspec.to_builtins(f) for f in self._facts]
         self._readers = [GpuReader(self._nvml, d) for d in found.devices]
-        self._told.clear()
+        self._events = GpuEvents(self._nvml, found.devices) if found.devices else None
+        self._told_of.clear()
         self._begin = clock.monotonic()
+        self._begin_segment(host, driver, found.how)
+
+    def _begin_segment(self, host: HostReader, driver: str | None, how: str | None) -> None:
         machine = host.facts()
-        self._writer.add(
+        cpus, memory_bytes = allocated(self._environ)
+        fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
+        self._columns = {fields.FAST: fast, fields.SLOW: slow}
+        self._values = dict.fromkeys([*fast, *slow], NAN)
+        self._writer.begin(
             Header(
                 node=self._node,
                 t=clock.now(),
                 mono=self._begin,
                 interval_s=self._intervals.sample_s,
-                gpus=facts,
+                slow_s=self._intervals.slow_s,
+                gpus=self._facts,
+                ranks=self._ranks,
                 nvml=self._nvml_reason,
                 driver=driver,
-                allocation=found.how,
+                allocation=how,
                 cpu_count=machine.cpu_count,
+                cpu_allocated=cpus,
                 memory_total_bytes=machine.memory_total_bytes,
+                memory_allocated_bytes=memory_bytes,
+                fast=fast,
+                slow=slow,
             )
         )
 
-    def _facts(self, number: int, device: Device) -> GpuFacts:
-        idle = self._rank_count is not None and number >= self._rank_count
-        ranks = [] if self._first_rank is None or idle else [self._first_rank + number]
+    def _facts_of(self, number: int, device: Device) -> GpuFacts:
+        ranks = [self._ranks[number]] if number < len(self._ranks) else []
         return GpuFacts(**msgspec.structs.asdict(device), ranks=ranks)
 
-    def _sample(self, host: HostReader) -> None:
-        at = round(self._elapsed(), 3)
-        gpus = [reader.read() for reader in self._readers]
-        machine = host.read()
-        self._tell(at, None, host.reasons)
-        for number, reader in enumerate(self._readers):
-            self._tell(at, number, reader.reasons)
-            self._tell_loss(reader)
-        self._writer.add(Sample(at, [_short(v) for v in machine], [g and [_short(v) for v in g] for g in gpus]))
+    def _fast(self, beats: Mapping[int, beat.Beat]) -> None:
+        at = self._elapsed()
+        row = self._gpu_values(fields.FAST)
+        for rank in self._ranks:
+            b = beats.get(rank)
+            row += [NAN] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
+        self._put(fields.FAST, at, row)
+        if self._events is not None:
+            for event in self._events.poll():
+                self._event("gpu_event", **msgspec.to_builtins(event))
 
-    def _tell(self, at: float, gpu: int | None, reasons: Mapping[str, str]) -> None:
-        known = {field: reason for (g, field), reason in self._told.items() if g == gpu}
+    def _slow(self, host: HostReader, tree: ProcessTree, beats: Mapping[int, beat.Beat]) -> None:
+        at = self._elapsed()
+        row = [*self._gpu_values(fields.SLOW), *map(_float, host.read())]
+        self._tell(at, "host", host.reasons)
+        figures = tree.read()
+        row += [NAN] * 3 if figures is None else [figures.rss_bytes, figures.cpu_s, figures.count]
+        of_ranks = self._ranks_processes.read({rank: b.pid for rank, b in beats.items()})
+        for rank in self._ranks:
+            row += of_ranks.get(rank, (NAN, NAN))
+        self._put(fields.SLOW, at, row)
+
+    def _gpu_values(self, pace: fields.Pace) -> list[float]:
+        row: list[float] = []
+        at = self._elapsed()
+        blank = [NAN] * sum(f.pace == pace for f in fields.GPU)
+        for number, reader in enumerate(self._readers):
+            values = reader.read(pace)
+            row += blank if values is None else map(_float, values)
+            self._tell(at, f"gpu{number}", reader.reasons)
+            self._tell_loss(reader)
+        return row
+
+    def _put(self, pace: fields.Pace, at: float, row: list[float]) -> None:
+        self._values.update(zip(self._columns[pace], row, strict=True))
+        (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, np.array(row, dtype=np.float64))
+
+    def _observe(self) -> None:
+        if not self._observers:
+            return
+        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, self._values)
+        for observer in list(self._observers):
+            try:
+                observer.observe(snapshot)
+            except Exception as e:  # one who watches must not end the sampling
+                self._observers.remove(observer)
+                self._event("telemetry_failed", reason=f"{type(observer).__name__} is off: {type(e).__name__}: {e}")
+
+    def _tell(self, at: float, device: str, reasons: Mapping[str, str]) -> None:
+        """Write the reasons that have changed."""
+        known = self._told_of.setdefault(device, {})
         if known == reasons:
             return
         for field in known.keys() | reasons.keys():
             reason = reasons.get(field)
             if reason != known.get(field):
-                self._writer.add(Reason(at, gpu, field, reason))
-                self._told.pop((gpu, field), None)
-                if reason is not None:
-                    self._told[gpu, field] = reason
+                self._writer.null(at, fields.column(device, field), reason)
+        self._told_of[device] = dict(reasons)
 
     def _tell_loss(self, reader: GpuReader) -> None:
         uuid, reason = reader.device.uuid, reader.lost
@@ -210,30 +294,25 @@ class Sampler:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
 
-    def _processes(self, tree: ProcessTree) -> None:
-        figures = tree.read()
-        if figures is not None:
-            cores = _short(figures.cpu_cores)
-            self._writer.add(Processes(round(self._elapsed(), 3), figures.count, figures.rss_bytes, cores))
-
     def _heal(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""
         now = clock.monotonic()
         if self._nvml_reason is not None:
             no_driver = self._nvml_reason.startswith("LIBRARY_NOT_FOUND")
             if not no_driver and self._nvml_retry.due(now):
-                self._open_again(host)
+                self._open_late(host)
         elif any(r.session_dead for r in self._readers) and self._nvml_retry.due(now):
             self._nvml_retry.failed(now)
-            self._nvml.close()
+            self._close_nvml()
             try:
                 self._nvml.open()
             except NvmlError:
                 return  # each field goes on telling its reason
             for reader in self._readers:
                 reader.reopened()
+            self._events = GpuEvents(self._nvml, [r.device for r in self._readers])
 
-    def _open_again(self, host: HostReader) -> None:
+    def _open_late(self, host: HostReader) -> None:
         try:
             self._nvml.open()
         except NvmlError:
@@ -241,26 +320,32 @@ class Sampler:
             self._nvml.close()
             return
         self._nvml.close()
-        self._open_nvml(host)
+        self._writer.end(self._elapsed())
+        self._open(host)
 
-    def _flush(self, *, sync: bool = False) -> None:
+    def _close_nvml(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        for reader in self._readers:
+            reader.close()
+        self._nvml.close()
+
+    def _flush(self) -> None:
         try:
-            self._writer.flush(sync=sync)
+            self._writer.flush()
             self._write_failed = False
         except OSError as e:
             if not self._write_failed:
                 self._write_failed = True
                 self._event("telemetry_failed", reason=f"the samples could not be written, and are kept: {e}")
 
-    def _event(self, name: str, **fields: Any) -> None:
+    def _event(self, name: str, **values: Any) -> None:
         if self._on_event is None:
             return
         with contextlib.suppress(OSError):  # the disk that refuses the samples refuses the events too
-            self._on_event(name, **fields)
+            self._on_event(name, **values)
 
 
-def _short(value: float | None) -> float | int | None:
-    """Fewer digits in the file: a whole number as such, anything else to 3 places."""
-    if value is None:
-        return None
-    return int(value) if value == int(value) else round(value, 3)
+def _float(value: float | None) -> float:
+    return NAN if value is None else value

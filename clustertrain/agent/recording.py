@@ -1,0 +1,125 @@
+"""The agent's telemetry: the sampler, who watches it, and what becomes of its files when the ranks have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from clustertrain import clock, proc
+from clustertrain.errors import ClusterTrainError
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.telemetry import TelemetrySpec
+from clustertrain.telemetry import store
+from clustertrain.telemetry.sampler import Intervals, Observer, Sampler
+
+COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
+WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
+_POLL_S = 0.1
+
+
+class Recording:
+    """Samples this node while its ranks run.
+
+    Args:
+        ranks: the node's global ranks.
+        beats: the folder in which the ranks tell of themselves.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        node: str,
+        ranks: Sequence[int],
+        *,
+        environ: Mapping[str, str],
+        beats: Path,
+        log: EventLog,
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._folder = attempt.telemetry / node
+        self._log = log
+        self._leftovers: subprocess.Popen[bytes] | None = None
+        spec = self._spec()
+        self._sampler: Sampler | None = None
+        if not spec.enabled:
+            return
+        self._sampler = Sampler(
+            self._folder,
+            node,
+            environ,
+            spec.interval_s,
+            on_event=log.write,
+            first_rank=ranks[0],
+            rank_count=len(ranks),
+            beats=beats,
+            observers=self._observers(spec),
+            intervals=Intervals(flush_s=spec.flush_s),
+        )
+
+    def _spec(self) -> TelemetrySpec:
+        try:
+            return load_spec(self._run).recipe.telemetry
+        except ClusterTrainError as e:  # batch has read it before; telemetry is no reason to end a run
+            self._log.write("telemetry_failed", reason=f"its settings cannot be read, the defaults stand: {e}")
+            return TelemetrySpec()
+
+    def _observers(self, spec: TelemetrySpec) -> list[Observer]:
+        return []
+
+    @property
+    def gpus(self) -> list[dict[str, object]]:
+        return [] if self._sampler is None else self._sampler.gpus
+
+    def start(self) -> None:
+        if self._sampler is not None:
+            self._sampler.start()
+
+    def compact_earlier(self) -> None:
+        """Begin on what attempts before this one left, beside the training and with the least priority."""
+        left = [
+            folder
+            for attempt in self._run.attempts()
+            if attempt.n < self._attempt.n and attempt.telemetry.is_dir()
+            for node in sorted(attempt.telemetry.iterdir())
+            for folder in sorted(node.iterdir())
+            if _worth(folder)
+        ]
+        if left:
+            self._leftovers = _compaction(left)
+
+    def stop(self) -> None:
+        """Write what waits and end; what compaction is under way is left as it is."""
+        if self._leftovers is not None:
+            proc.end(self._leftovers, 0.5)
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def compact(self, interrupted: Callable[[], bool]) -> None:
+        """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
+        folders = sorted(filter(_worth, self._folder.iterdir())) if self._folder.is_dir() else []
+        if not folders:
+            return
+        child = _compaction(folders)
+        try:
+            clock.wait_until(lambda: child.poll() is not None or interrupted(), COMPACTION_S, _POLL_S)
+        finally:
+            proc.end(child, 0.5)
+        if child.returncode:
+            self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
+
+
+def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
+    return proc.start([sys.executable, "-m", "clustertrain.telemetry.compact", *folders], ignore_stop_signals=True)
+
+
+def _worth(folder: Path) -> bool:
+    try:
+        return store.samples_of(folder).stat().st_size >= WORTH_BYTES
+    except OSError:
+        return False
