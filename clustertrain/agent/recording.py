@@ -13,7 +13,7 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.telemetry import TelemetrySpec
-from clustertrain.telemetry import store
+from clustertrain.telemetry import blocks
 from clustertrain.telemetry.sampler import Intervals, Observer, Sampler
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
@@ -120,6 +120,6 @@ def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
 
 def _worth(folder: Path) -> bool:
     try:
-        return store.samples_of(folder).stat().st_size >= WORTH_BYTES
+        return (folder / blocks.NAME).stat().st_size >= WORTH_BYTES
     except OSError:
         return False

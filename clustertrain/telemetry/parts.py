@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +34,11 @@ class Part:
     interval_s: float = 1.0
     segment: Segment | None = None
     since: float | None = None
-    trouble: tuple[str, ...] = ()  # what of it could not be read, and why
+
+    @property
+    def trouble(self) -> str | None:
+        """What of it could not be read, and why; known once it was tried."""
+        return None if self.segment is None else self.segment.trouble
 
     @property
     def expected(self) -> int:
@@ -80,19 +85,23 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
-        for i, one in enumerate(segments):
+        readable = [s for s in segments if not math.isnan(s.header.t)]
+        for one in readable:
             until = one.newest_t or one.header.t
-            if i == len(segments) - 1:
+            if one is readable[-1]:
                 until = max(until, ended.get(node, 0.0))
-            trouble = (f"{node}, attempt {attempt.n}: {one.trouble}",) if one.trouble else ()
-            found.append(
-                Part(attempt.n, node, one.header.gpus, one.header.t, until, one.header.interval_s, one, None, trouble)
-            )
-        if not segments and node in agents:
+            found.append(Part(attempt.n, node, one.header.gpus, one.header.t, until, one.header.interval_s, one))
+        if not readable and node in agents:
             start = float(agents[node]["t"])
             until = max(start, ended.get(node, last_word))
             found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
     return found
+
+
+def unreadable(attempt: AttemptDir) -> list[str]:
+    """Segments that cannot even be opened, each with the reason."""
+    folders = [attempt.telemetry / node for node in sorted(_on_disk(attempt))]
+    return [s.trouble for folder in folders for s in open_node(folder) if s.trouble and math.isnan(s.header.t)]
 
 
 def _on_disk(attempt: AttemptDir) -> set[str]:

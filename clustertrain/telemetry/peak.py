@@ -1,36 +1,43 @@
-"""How full the GPUs of a run are, from the ends of its files: ``status`` must stay cheap after weeks of samples."""
+"""How full the GPUs of a run were, from the totals of its nodes: ``status`` reads no samples and imports no numpy."""
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from clustertrain.run.folder import AttemptDir
-from clustertrain.telemetry import store
 
 _GIB = 1 << 30
 
 
-def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
-    """What NVML saw in use on the fullest GPU at the newest samples, in the newest attempt that has any.
+class _Sums(msgspec.Struct):
+    """Of :class:`clustertrain.telemetry.totals.Sums` what is needed."""
 
-    That is the most there was: torch's allocator keeps what it has taken from the device. It counts what the allocator
-    keeps in reserve, the CUDA context, NCCL's buffers, and whoever else uses the GPU.
+    columns: list[str]
+    high: list[float | None]
+
+
+def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
+    """The most that NVML saw in use on any GPU, in the newest attempt that tells; at most a minute old.
+
+    It counts what torch's allocator keeps in reserve, the CUDA context, NCCL's buffers, and whoever else uses the GPU.
     """
     for attempt in reversed(attempts):
-        nodes = sorted(attempt.telemetry.iterdir()) if attempt.telemetry.is_dir() else []
-        used = [u for node in nodes for u in _used_bytes(store.newest(node))]
+        files = sorted(attempt.telemetry.glob("*/*/totals.json.gz"))
+        used = [u for path in files for u in _used_bytes(path)]
         if used:
             return max(used) / _GIB
     return None
 
 
-def _used_bytes(records: Sequence[store.Header | store.Sample]) -> list[float]:
-    found: list[float] = []
-    at: int | None = None
-    for record in records:
-        if isinstance(record, store.Header):
-            fields = record.gpu_fields
-            at = fields.index("memory_used_bytes") if "memory_used_bytes" in fields else None
-        elif at is not None:
-            found += [used for gpu in record.g if gpu is not None and (used := gpu[at]) is not None]
-    return found
+def _used_bytes(path: Path) -> list[float]:
+    try:
+        sums = msgspec.json.decode(gzip.decompress(path.read_bytes()), type=_Sums)
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError):  # being written, damaged, or another user's
+        return []
+    pairs = zip(sums.columns, sums.high, strict=False)
+    return [v for c, v in pairs if v is not None and c.startswith("gpu") and c.endswith(".memory_used_bytes")]

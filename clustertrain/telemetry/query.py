@@ -16,8 +16,7 @@ from clustertrain.run import attempts, beat, events, state
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.telemetry import fields, marks, notes
-from clustertrain.telemetry.parts import Part, of_attempt, since, window_of
-from clustertrain.telemetry.series import Total
+from clustertrain.telemetry.parts import Part, of_attempt, since, unreadable, window_of
 from clustertrain.telemetry.store import GpuFacts
 from clustertrain.telemetry.summary import (
     AttemptSummary,
@@ -30,11 +29,12 @@ from clustertrain.telemetry.summary import (
     Stats,
     Summary,
     Throttled,
+    Timeline,
     Waste,
-    Window,
     Xid,
 )
-from clustertrain.telemetry.timeline import timeline_of
+from clustertrain.telemetry.timeline import timelines
+from clustertrain.telemetry.totals import Total
 from clustertrain.telemetry.training import training_of
 
 GIB = 1 << 30
@@ -89,7 +89,9 @@ def summarize(
     window = window_of(parts)
     pieces = _pieces(parts)
     xids = _xids(logs)
-    gpus = [_gpu(key, found, window, xids) for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)]
+    lines = timelines(parts, window)
+    chosen_gpus = {key: found for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)}
+    gpus = [_gpu(key, found, lines.get(key), xids) for key, found in chosen_gpus.items()]
     if gpu is not None and not gpus:
         raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
     hosts = [_host(node, found) for node, found in _grouped(parts, lambda p: p.node).items()]
@@ -115,7 +117,7 @@ def summarize(
         training=training_of(run, chosen, sum(energy) if energy else None, len(gpus)),
         goodput=goodput if attempt is None and since_s is None else None,
         waste=_waste(gpus, parts, goodput),
-        unreadable=[why for p in parts for why in p.trouble],
+        unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
 
@@ -199,7 +201,9 @@ def _both(totals: Mapping[str, Total], *names: str) -> Stats | None:
     return None if stats is None else msgspec.structs.replace(stats, mean=round(sum(t.mean for t in there), 4))
 
 
-def _gpu(key: tuple[str, str], pieces: list[_Piece], window: Window, xids: Mapping[str, list[Xid]]) -> GpuSummary:
+def _gpu(
+    key: tuple[str, str], pieces: list[_Piece], timeline: Timeline | None, xids: Mapping[str, list[Xid]]
+) -> GpuSummary:
     facts = pieces[-1].facts
     totals = {f.name: _merged(p.total(f.name) for p in pieces) for f in fields.GPU}
     energy_j, source = _energy(pieces)
@@ -227,7 +231,7 @@ def _gpu(key: tuple[str, str], pieces: list[_Piece], window: Window, xids: Mappi
         temperature_c=_stats(totals["temperature_c"]),
         sm_clock_mhz=_stats(totals["sm_clock_mhz"]),
         memory_clock_mhz=_stats(totals["memory_clock_mhz"]),
-        timeline=timeline_of([(p.part, p.device) for p in pieces], window),
+        timeline=timeline or Timeline(1.0, []),
         nulls=nulls,
         sm_activity=_stats(totals["sm_activity"]),
         tensor_activity=_stats(totals["tensor_activity"]),

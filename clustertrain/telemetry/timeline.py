@@ -1,4 +1,4 @@
-"""Utilization in equal steps over the job's window, from roll-ups where the job is long and from samples where short."""
+"""Utilization in equal steps over the window of the job, from roll-ups where it is long, else from samples."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ import numpy as np
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.histogram import Column
 from clustertrain.telemetry.parts import Part
-from clustertrain.telemetry.rollup import LEVELS
+from clustertrain.telemetry.rollup import LEVELS, Table
 from clustertrain.telemetry.summary import Timeline, Window
 
 STEPS = 160  # as many as the widest terminal shows
 
 
-def timeline_of(of: Sequence[tuple[Part, str]], window: Window) -> Timeline:
-    """Args: parts, each with the GPU's device in it (``gpu0``)."""
+def timelines(parts: Sequence[Part], window: Window) -> dict[tuple[str, str], Timeline]:
+    """By node and UUID."""
     if window.start is None or window.end is None:
-        return Timeline(1.0, [])
+        return {}
     step = max((window.end - window.start) / STEPS, 1.0)
     count = int((window.end - window.start) / step + 1e-6) + 1
-    number, total = np.zeros(count), np.zeros(count)
-    for part, device in of:
-        t, mean, weight = _points(part, fields.column(device, "utilization"), step)
+    sums: dict[tuple[str, str], tuple[Column, Column]] = {}
+    for part in parts:
+        t, values, weights = _points(part, step)
         at = np.clip(((t - window.start) / step).astype(int), 0, count - 1)
-        number += np.bincount(at, weights=weight, minlength=count)
-        total += np.bincount(at, weights=weight * mean, minlength=count)
-    means = [round(float(s / n), 4) if n else None for s, n in zip(total, number, strict=True)]
+        for i, gpu in enumerate(part.gpus):
+            number, total = sums.setdefault((part.node, gpu.uuid), (np.zeros(count), np.zeros(count)))
+            if len(t):
+                there = np.isfinite(values[:, i])
+                weight = np.where(there, weights[:, i], 0.0)
+                number += np.bincount(at, weights=weight, minlength=count)
+                total += np.bincount(at, weights=weight * np.where(there, values[:, i], 0.0), minlength=count)
+    return {key: _timeline(step, number, total) for key, (number, total) in sums.items()}
+
+
+def _timeline(step: float, number: Column, total: Column) -> Timeline:
+    means = [round(s / n, 4) if n else None for s, n in zip(total.tolist(), number.tolist(), strict=True)]
     return Timeline(round(step, 3), means)
 
 
@@ -36,18 +45,17 @@ def level(step_s: float) -> int | None:
     return max((one for one in LEVELS if one <= step_s), default=None)
 
 
-def _points(part: Part, column: str, step_s: float) -> tuple[Column, Column, Column]:
-    """Times, values and how many samples each stands for."""
-    nothing = np.empty(0)
-    if part.segment is None or column not in part.segment.header.fast:
-        return nothing, nothing, nothing
+def _points(part: Part, step_s: float) -> tuple[Column, Table, Table]:
+    """When, and for each GPU of the part its utilization and how many samples that stands for."""
+    columns = [fields.column(f"gpu{i}", "utilization") for i in range(len(part.gpus))]
+    if part.segment is None or not columns:
+        return np.empty(0), np.empty((0, len(columns))), np.empty((0, len(columns)))
     coarse = level(step_s)
     if coarse is None:
-        frame = part.segment.samples(fields.FAST, (column,), since=part.since)
-        t, mean = frame.t, frame.values[column]
-        weight = np.ones(len(t))
-    else:
-        rollup = part.segment.rollup(coarse, (column,))
-        t, mean, weight = rollup.t + coarse / 2, rollup.mean[:, 0], rollup.count[:, 0]
-    there = np.isfinite(mean) & (t >= (part.since or 0.0))
-    return t[there], mean[there], weight[there]
+        frame = part.segment.samples(fields.FAST, columns, since=part.since)
+        values = np.column_stack([frame.values[c] for c in columns])
+        return frame.t, values, np.ones(values.shape)
+    rollup = part.segment.rollup(coarse, columns)
+    t = rollup.t + coarse / 2
+    keep = t >= (part.since or 0.0)
+    return t[keep], rollup.mean[keep], rollup.count[keep]
