@@ -20,7 +20,7 @@ BINS = 2 + math.ceil(math.log(1e19 / SMALLEST) / _LOG)
 def bins_of(values: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
     """The bin of each value; none may be NaN."""
     raised = np.maximum(values, SMALLEST * (1 - 1e-12))
-    at = np.floor(np.log(raised / SMALLEST) / _LOG).astype(np.intp) + 1
+    at: npt.NDArray[np.intp] = np.floor(np.log(raised / SMALLEST) / _LOG).astype(np.intp) + 1
     return np.clip(at, 0, BINS - 1)
 
 

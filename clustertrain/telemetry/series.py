@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from clustertrain.telemetry import archive, blocks, rollup, store, totals
+from clustertrain.telemetry import archive, blocks, rollup, store
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.histogram import Column
 from clustertrain.telemetry.rollup import LEVELS, Buckets, Table
 from clustertrain.telemetry.store import Header
-from clustertrain.telemetry.totals import Total
+from clustertrain.telemetry.totals import Adder, Sums, Total, load, totals_of
 
 _SLACK = 5  # intervals before what is asked for, so that the first difference of a counter is known
 
@@ -133,11 +133,11 @@ class Segment:
         """What each column adds up to."""
         tail = self._tail.paces
         if self._sums is not None and not any(len(part.d) for part in tail.values()):
-            return totals.totals_of(self._sums)
-        adder = totals.Adder(self.header, self._sums)
+            return totals_of(self._sums)
+        adder = Adder(self.header, self._sums)
         for pace, part in tail.items():
             adder.add(pace, part.d, part.rows)
-        return totals.totals_of(adder.sums(math.inf, {}))
+        return totals_of(adder.sums(math.inf, {}))
 
     def newest(self) -> dict[str, float]:
         """The last sample of each pace by column, NaN where missing; empty where there is none."""
@@ -155,9 +155,9 @@ class Segment:
         return (self._sums.reasons if self._sums is not None else {}) | self._tail.reasons
 
     @cached_property
-    def _sums(self) -> totals.Sums | None:
+    def _sums(self) -> Sums | None:
         with self._guarded("totals"):
-            sums = totals.load(self.folder)
+            sums = load(self.folder)
             if sums is not None and sums.columns == self.header.fast + self.header.slow:
                 return sums
         return None

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.histogram import BINS, Column, Histogram, bins_of
 from clustertrain.telemetry.rollup import Differences, Figures, Table
 
@@ -31,9 +32,9 @@ NAME = "totals.json.gz"
 class Total:
     """Of one column. Counters are given as rates per second, of which ``count`` is the number of differences.
 
-    ``increase``: what a counter grew by, without the differences where it began anew; 0 of a gauge. ``first``: the value
-    as it was read first, ``last``: last. ``low``, ``high``, ``first``, ``last`` are NaN where there is none.
-    ``by_phase``: for columns of GPUs (count, sum) by the code of the phase (``run/beat.py``) that the GPU's rank was in.
+    ``increase``: what a counter grew by, without the differences where it began anew; 0 of a gauge. ``first`` and
+    ``last``: the values that were read first and last. ``low``, ``high``, ``first``, ``last`` are NaN where there is
+    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/beat.py``) of the GPU's rank.
     """
 
     count: int = 0
@@ -204,7 +205,7 @@ class Adder:
         if before is not None:
             self._resume(before)
 
-    def add(self, pace: str, d: Column, rows: Table) -> Figures:
+    def add(self, pace: Pace, d: Column, rows: Table) -> Figures:
         """``d`` [n] ascending, ``rows`` [n, columns of the pace]; what they come to, for the roll-ups."""
         lane = self.lanes[pace]
         figures = lane.differences.figures(d, rows)
