@@ -147,7 +147,7 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     load1: Stats | None
     processes: ProcessSummary | None
     nulls: dict[str, str]
-    cpu_allocated: int | None = None
+    cpu_allocated: float | None = None
     memory_allocated_gib: float | None = None
     network_bytes_per_s: Stats | None = None
     infiniband_bytes_per_s: Stats | None = None

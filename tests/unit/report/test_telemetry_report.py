@@ -7,9 +7,9 @@ import pytest
 
 from clustertrain.report import telemetry, terminal
 from clustertrain.telemetry.query import summarize
-from clustertrain.telemetry.store import Reason
+
 from clustertrain.telemetry.summary import Summary
-from tests.unit.telemetry.runs import T0, busy, event, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.runs import T0, Reason, busy, event, gpu, new_attempt, new_run, record
 
 
 def printed(summary: Summary, width: int) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from clustertrain import fsio
 from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.telemetry.store import End, GpuFacts, Header, Processes, Reason, Sample, Writer
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
 
 GIB = 1 << 30
 T0 = 1_790_000_000.0
@@ -47,6 +51,15 @@ def event(attempt: AttemptDir, name: str, node: str, t: float, **fields: Any) ->
     log.close()
 
 
+class Reason(NamedTuple):
+    """From ``d`` on the field of GPU number ``gpu`` (None: of the host) is missing; None: it is back."""
+
+    d: float
+    gpu: int | None
+    field: str
+    reason: str | None
+
+
 def record(
     attempt: AttemptDir,
     gpus: Sequence[tuple[GpuFacts, Values]],
@@ -58,30 +71,80 @@ def record(
     reasons: Sequence[Reason] = (),
     skip: Callable[[int], bool] = lambda s: False,
     ended: float | None = None,
+    ranks: Mapping[int, Callable[[int], list[float]]] | None = None,
+    more: Mapping[str, float] | None = None,
 ) -> None:
-    """One node's file. ``ended``: seconds after the start when its ranks ended, as the events tell it."""
+    """One node's segment. ``ended``: seconds after the start when its ranks ended, as the events tell it.
+
+    Args:
+        ranks: by global rank, what it tells at a second: step, phase, tokens, data_wait_s, forward_s.
+        more: a value by column that stays the same, ``gpu0.throttle_thermal`` say.
+    """
+    told, fixed = ranks or {}, more or {}
+    fast, slow = (
+        [c for c in fields.columns(len(gpus), list(told), pace) if c in fixed or _is_told(c)]
+        for pace in (fields.FAST, fields.SLOW)
+    )
     writer = Writer(attempt.telemetry / node)
-    writer.add(
+    writer.begin(
         Header(
             node=node,
             t=start,
             mono=0.0,
             interval_s=1.0,
             gpus=[facts for facts, _ in gpus],
+            ranks=list(told),
             nvml=nvml,
             driver="570.1",
             cpu_count=96,
             memory_total_bytes=1024 * GIB,
+            fast=fast,
+            slow=slow,
         )
     )
-    for reason in reasons:
-        writer.add(reason)
+    for r in reasons:
+        writer.null(r.d, fields.column("host" if r.gpu is None else f"gpu{r.gpu}", r.field), r.reason)
     for s in range(seconds):
-        if not skip(s):
-            writer.add(Sample(float(s), [0.25, 128 * GIB, 12.5], [values(s) for _, values in gpus]))
-    writer.add(Processes(0.0, 33, 90 * GIB, None))
-    writer.add(Processes(10.0, 35, 92 * GIB, 7.5))
-    writer.add(End(float(seconds)))
+        if skip(s):
+            continue
+        values = dict(fixed)
+        for i, (_, of) in enumerate(gpus):
+            row = of(s)
+            values |= {} if row is None else _named(f"gpu{i}", FIELDS, row)
+        for rank, tells in told.items():
+            values |= _named(f"rank{rank}", [f.name for f in fields.RANK], tells(s))
+        writer.fast(float(s), _row(fast, values))
+        if s % 10 == 0:
+            job = [90 + s // 5, 7.5 * s, 33 + s // 5]
+            host = _named("host", HOST_FIELDS, [0.25, 128 * GIB, 12.5, job[0] * GIB, job[1], job[2]])
+            writer.slow(float(s), _row(slow, values | host))
+    writer.end(float(seconds))
     writer.close()
     if ended is not None:
         event(attempt, "ranks_ended", node, start + ended, ending="completed", exit_code=0)
+
+
+FIELDS = (
+    "utilization",
+    "memory_used_bytes",
+    "power_w",
+    "temperature_c",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "energy_j",
+)
+HOST_FIELDS = ("cpu", "memory_used_bytes", "load1", "job_memory_bytes", "job_cpu_s", "job_processes")
+
+
+def _is_told(column: str) -> bool:
+    device, field = fields.split(column)
+    return field in (FIELDS if device.startswith("gpu") else HOST_FIELDS) or device.startswith("rank")
+
+
+def _named(device: str, names: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
+    pairs = zip(names, values, strict=False)
+    return {fields.column(device, name): math.nan if v is None else v for name, v in pairs}
+
+
+def _row(columns: Sequence[str], values: Mapping[str, float]) -> Any:
+    return np.array([values.get(c, math.nan) for c in columns])

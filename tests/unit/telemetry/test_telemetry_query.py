@@ -8,9 +8,9 @@ import pytest
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry.query import summarize
-from clustertrain.telemetry.store import Reason
+
 from clustertrain.telemetry.summary import Summary
-from tests.unit.telemetry.runs import GIB, T0, Row, busy, event, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def test_figures_and_units(run: RunDir) -> None:
     assert found.utilization is not None
     assert found.memory_used_gib is not None
     use = found.utilization
-    assert (use.mean, use.p5, use.p50, use.p95, use.max) == (0.495, 0.0495, 0.495, 0.9405, 0.99)
+    assert (use.mean, use.max) == (0.495, 0.99)
+    # From a histogram with bins of 2 %, and whole hundredths to lie in it.
+    assert (use.p5, use.p50, use.p95) == pytest.approx((0.04, 0.49, 0.94), rel=0.02)
     assert found.memory_used_gib.max == 49.5
     assert found.memory_total_gib == 80.0
     assert (found.energy_j, found.energy_source) == (7.0 * 99, "counter")
@@ -63,7 +65,7 @@ def test_figures_and_units(run: RunDir) -> None:
     assert host.cpu is not None
     assert host.processes is not None
     assert (host.cpu.mean, host.cpu_count, host.memory_total_gib) == (0.25, 96, 1024.0)
-    assert (host.processes.rss_gib.max, host.processes.count_max) == (92.0, 35)
+    assert (host.processes.rss_gib.max, host.processes.count_max) == (108.0, 51)
 
 
 def test_the_json_has_the_documented_keys(run: RunDir) -> None:
@@ -103,7 +105,7 @@ def test_energy_from_power_where_there_is_no_counter(run: RunDir) -> None:
     # A gap of 40 s in the middle: what was drawn then is not known, and not made up.
     record(new_attempt(run), [(gpu(0), no_counter)], skip=lambda s: 30 <= s < 70)
     (entry,) = summarize(run).gpus
-    assert (entry.energy_j, entry.energy_source) == (200.0 * (29 + 29), "power")
+    assert (entry.energy_j, entry.energy_source) == (200.0 * (30 + 30), "power")
 
 
 def test_the_energy_counter_that_begins_anew(run: RunDir) -> None:

@@ -1,0 +1,4 @@
+"""temporary"""
+from typing import Any
+def training_of(*a: Any) -> None:
+    return None
