@@ -1,4 +1,4 @@
-"""How full the GPUs are, from the ends of the files alone."""
+"""How full the GPUs are, from the totals alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry import store
 from clustertrain.telemetry.peak import memory_used_gib
-from tests.unit.telemetry.runs import GIB, busy, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 
 def test_the_fullest_gpu_of_all_nodes(tmp_path: Path) -> None:
@@ -29,28 +28,10 @@ def test_the_newest_attempt_that_has_figures_counts(tmp_path: Path) -> None:
     assert memory_used_gib([]) is None
 
 
-def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
-    attempt = new_attempt(new_run(tmp_path))
-    # Ten times the size that is read; what was in use in the first second is far behind.
-    record(attempt, [(gpu(0), busy(used_gib=40.0))], seconds=4000)
-    folder = attempt.telemetry / "n1"
-    size = store.path_of(folder).stat().st_size // 10
-    found = store.newest(folder, size)
-    assert isinstance(found[0], store.Header)
-    samples = [r for r in found if isinstance(r, store.Sample)]
-    assert samples[-1].d == 3999.0 and 300 < len(samples) < 500
-    assert [s.d for s in samples] == [float(s) for s in range(4000 - len(samples), 4000)]
-    assert samples[0].g == [[0.8, 40.0 * GIB, 400.0, 65, 1980, 2619, 400.0 * samples[0].d]]
-
-
-@pytest.mark.parametrize("damage", [b"", b'{"kind":"s","d":4'])
-def test_a_short_file_is_read_whole_and_half_a_line_is_skipped(tmp_path: Path, damage: bytes) -> None:
-    attempt = new_attempt(new_run(tmp_path))
-    record(attempt, [(gpu(0), busy(used_gib=40.0))], seconds=3)
-    folder = attempt.telemetry / "n1"
-    with store.path_of(folder).open("ab") as f:
-        f.write(damage)
-    found = store.newest(folder)
-    assert found == [r for r in store.read(folder) if isinstance(r, (store.Header, store.Sample))]
-    assert len(found) == 4
-    assert store.newest(attempt.telemetry / "n2") == []
+@pytest.mark.parametrize("damage", [b"", b"\x1f\x8b\x08", b"not gzip at all"])
+def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, damage: bytes) -> None:
+    attempt = new_attempt(new_run(tmp_path), nodes=("n1", "n2"))
+    record(attempt, [(gpu(0), busy(used_gib=60.0))])
+    record(attempt, [(gpu(0, node="n2"), busy(used_gib=70.0))], node="n2")
+    (attempt.telemetry / "n2" / "0" / "totals.json.gz").write_bytes(damage)
+    assert memory_used_gib([attempt]) == 60.0

@@ -1,0 +1,95 @@
+"""A real job on four nodes whose GPUs follow a recorded load: one idles, one throttles, one is slow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.slurm
+IDLE, THROTTLED, SLOW = ("node02", 1), ("node03", 0), ("node04", 1)
+
+# Eight seconds of a step that computes and waits a little, again and again; the figures of an H100 at work.
+HEALTHY = """
+at {i} utilization 0 97
+ramp {i} utilization 4 {least}
+ramp {i} utilization 8 97
+at {i} memory_busy 0 55
+at {i} memory_used 0 64424509440
+at {i} power 0 640000
+ramp {i} power 4 610000
+ramp {i} power 8 640000
+at {i} temperature 0 61
+at {i} sm_clock 0 1980
+at {i} sm_activity 0 88
+at {i} tensor_activity 0 41
+at {i} dram_activity 0 36
+at {i} processes 0 1
+at {i} nvlinks 0 18
+at {i} pcie_rx_rate 0 900000000
+at {i} nvlink_tx_rate 0 40000000000
+"""
+UNUSED = """
+at {i} memory_used 0 536870912
+at {i} power 0 72000
+at {i} temperature 0 31
+at {i} sm_clock 0 345
+"""
+# Its heat holds the clock down: SwThermalSlowdown and HwThermalSlowdown of nvmlClocksEventReasons.
+HOT = """
+at {i} temperature 0 91
+at {i} reasons 0 96
+at {i} sm_clock 0 1290
+at {i} power 0 410000
+"""
+# Nothing tells why.
+LAME = """
+at {i} sm_clock 0 1395
+at {i} power 0 430000
+"""
+
+
+def load_of(node: str) -> str:
+    lines = ["loop 8"]
+    for i in (0, 1):
+        odd = {IDLE: UNUSED, THROTTLED: HEALTHY + HOT, SLOW: HEALTHY + LAME}.get((node, i), HEALTHY)
+        lines += [f"device {i} gpm 1", odd.format(i=i, least=90 + i)]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def driven(env: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment in which each node's GPUs follow its own file."""
+    for n in (1, 2, 3, 4):
+        (tmp_path / f"gpus-node0{n}.txt").write_text(load_of(f"node0{n}"))
+    before = dict(env)
+    env["NVML_STUB_FILE"] = str(tmp_path / "gpus-%h.txt")
+    yield env
+    env.clear()
+    env.update(before)
+
+
+def test_the_report_names_the_three_and_nothing_else(
+    driven: dict[str, str], submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    recipe = runs.write_recipe(tmp_path, steps=900, more="\n[telemetry]\nflush_s = 2\n")
+    run = submitted("--nodes", "4", "--gpus", "2", "--layout", "ddp", str(recipe))
+    run.complete()
+    report: dict[str, Any] = json.loads(run.call("telemetry", run.id, "--json").stdout)
+    gpus = {(g["node"], g["index"]): g for g in report["gpus"]}
+    assert len(gpus) == 8
+    told = [n for n in report["notes"] if n["severity"] != "info"]
+    assert {(n["node"], n["uuid"], n["rank"]) for n in told if n["uuid"]} == {
+        (node, gpus[node, i]["uuid"], gpus[node, i]["ranks"][0]) for node, i in (IDLE, THROTTLED, SLOW)
+    }
+    assert sorted(n["code"] for n in told) == ["gpu_slow", "gpu_unused", "throttled"]
+    assert report["coverage"] > 0.8
+    assert {g["ranks"][0] for g in report["gpus"]} == set(range(8))
+    assert all("train" in g["phases"] for g in report["gpus"])
+    assert report["training"]["steps"] == 900
