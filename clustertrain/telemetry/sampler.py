@@ -327,8 +327,6 @@ class Sampler:
         if self._events is not None:
             self._events.close()
             self._events = None
-        for reader in self._readers:
-            reader.close()
         self._nvml.close()
 
     def _flush(self) -> None:
