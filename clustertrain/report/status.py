@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ _PART_WORDS = {
     "repeated_s": "repeated steps",
     "checkpoint_stall_s": "checkpoint stall",
     "evaluation_s": "evaluation",
+    "other_s": "between steps",
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
@@ -75,7 +77,7 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    parts = [head, _attempts(seen), *predicted(prediction, signs), _goodput(seen.goodput, signs)]
+    parts = [head, _attempts(seen), *predicted(prediction, signs), goodput(seen.goodput, signs)]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
@@ -136,21 +138,57 @@ def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
     return [Group(*parts)]
 
 
-def _goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
+def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
+    """The ledger as a table whose times and shares add up to the last row's."""
+    seconds = [getattr(parts, name) for name in PARTS]
+    whole = round(parts.wall_s)
+    times, shares = apportioned(seconds, whole), apportioned(seconds, 100)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
     table.add_column("meter", no_wrap=True)
-    for name in PARTS:
-        seconds = getattr(parts, name)
-        if seconds <= 0:
+    for name, exact, shown, share in zip(PARTS, seconds, times, shares, strict=True):
+        if exact <= 0:
             continue
-        share = seconds / parts.wall_s if parts.wall_s else 0.0
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
-        table.add_row(_PART_WORDS[name], duration(seconds), f"{share:.0%}", meter(share, METER, style, signs))
-    table.add_row("wall time", duration(parts.wall_s), "", "")
-    return Group(Text(f"Where the time went (goodput {parts.ratio:.0%})", style="bold"), table)
+        bar = meter(exact / parts.wall_s, METER, style, signs)
+        table.add_row(_PART_WORDS[name], to_the_second(shown), f"{share}%", bar)
+    table.add_row("wall time", to_the_second(whole), "", "")
+    head = f"Where the time went (goodput {shares[PARTS.index('productive_s')]}%"
+    head += f", effective training time {parts.effective_ratio:.0%} of the time with nodes)"
+    lines: list[RenderableType] = [Text(head, style="bold"), table]
+    steps_s = parts.productive_s + parts.repeated_s
+    if parts.data_wait_s > 0 and steps_s > 0:
+        wait = f"{brief_time(parts.data_wait_s)}, {parts.data_wait_s / steps_s:.1%} of them"
+        lines.append(Text(f"within the steps, rank 0 waited for data: {wait}"))
+    return Group(*lines)
+
+
+def apportioned(values: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in the proportion of ``values`` that sum to ``total``: the largest remainders are rounded up. All
+    zero where nothing is to be shared."""
+    whole = math.fsum(values)
+    if whole <= 0:
+        return [0] * len(values)
+    exact = [v / whole * total for v in values]
+    found = [math.floor(v) for v in exact]
+    by_remainder = sorted(range(len(values)), key=lambda i: found[i] - exact[i])
+    for i in by_remainder[: total - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def to_the_second(seconds: int) -> str:
+    """``45s``, ``12m05s``, ``3h07m12s``, ``2d04h00m05s``: times that a reader may add up."""
+    minutes, s = divmod(seconds, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h{m:02d}m{s:02d}s"
+    if hours:
+        return f"{h}h{m:02d}m{s:02d}s"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
 def runs_table(looks: Sequence[Look]) -> RenderableType:

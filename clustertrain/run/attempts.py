@@ -41,6 +41,10 @@ def _number(event: events.Event | None, key: str) -> Any:
     return event.get(key) if event else None
 
 
+def _known(*values: Any) -> Any:
+    return next((v for v in values if v is not None), None)
+
+
 def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.of_attempt(attempt)
     record = fsio.read_json(attempt.record) or {}
@@ -56,8 +60,8 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         restart=int(record.get("restart", 0)),
         nodes=tuple(record.get("nodes", ())),
         host=str(record.get("host", "")),
-        start=_number(started, "t") or record.get("t"),
-        end=_number(ended, "at") or _number(ended, "t"),
+        start=_known(_number(started, "t"), record.get("t")),
+        end=_known(_number(ended, "at"), _number(ended, "t")),
         ending=_number(ended, "ending"),
         reason=_number(ended, "reason"),
         first_step=_number(first, "step"),

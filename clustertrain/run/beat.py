@@ -21,9 +21,13 @@ _SHAPE = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
 
 
 class Beat(msgspec.Struct):
-    """``step``: optimizer steps done; ``phase``: a code of PHASES; ``tokens``: of this rank's steps in this attempt.
-    ``data_wait_s``, ``forward_s``: summed over this attempt; ``forward_s`` is NaN where the layout has collectives in
-    it. ``t``: when the step began, CLOCK_MONOTONIC s. ``pid``: the rank's process."""
+    """``step``: optimizer steps done; ``phase``: a code of PHASES; ``t``: when the last step began, CLOCK_MONOTONIC s;
+    ``pid``: the rank's process.
+
+    The others are summed over the steps that this process has done. ``tokens``: of each step's the world_size-th part,
+    whatever the layout, so that the sum over all ranks is the run's. ``data_wait_s``: for the session's loaders.
+    ``forward_s``: of the forward passes alone, without waiting for another rank; NaN where the layout has collectives
+    in them, or the script does its steps without ``session.train_step``."""
 
     step: int = 0
     phase: int = IDLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clustertrain import fsio
-from clustertrain.run import events, metrics
+from clustertrain.run import events, rows
 from clustertrain.run.folder import RunDir
 
 DEFAULT_LEAD_S = 120.0
@@ -29,9 +29,9 @@ def _measured(run: RunDir) -> float | None:
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
     ]
-    rows = [r for a in attempts for r in metrics.last_rows(run.metrics_of(a.n))[1:] if "step_s" in r]
+    newest = [r for a in attempts for r in rows.last(run.metrics_of(a.n))[1:] if "step_s" in r]
     # Without an attempt's first rows: they include warming up and compiling.
-    steps = [float(r["step_s"]) for r in rows]
+    steps = [float(r["step_s"]) for r in newest]
     if not saves or not steps:
         return None
     return 3 * max(steps) + 3 * max(saves) + EXIT_S

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
-from clustertrain.run import events
+from clustertrain.run import events, rows
 from clustertrain.run.folder import AttemptDir, RunDir
 
 # Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
@@ -39,15 +39,16 @@ def by_world_size(run: RunDir, world_size: int) -> tuple[list[AttemptDir], list[
 
 
 def speed(run: RunDir, attempts: Sequence[AttemptDir]) -> Speed:
-    """The medians over all steps after the first ones of each attempt: those beside which a save is written, or a peer
-    is late, do not move them. A step's time has neither evaluation nor checkpoint stall in it."""
-    rows = [row for a in attempts for row in list(fsio.read_lines(run.metrics_of(a.n)))[WARM_UP_STEPS:]]
-    step_s = _numbers(rows, "step_s")
-    return Speed(steps=len(step_s), step_s=_median(step_s), tokens_per_s=_median(_numbers(rows, "tokens_per_s")))
+    """The medians over the steps after the first ones of each attempt, and where those are very many over a sample:
+    the ones beside which a save is written, or a peer is late, do not move them. A step's time has neither evaluation
+    nor checkpoint stall in it."""
+    found = [row for a in attempts for row in rows.sample(run.metrics_of(a.n), WARM_UP_STEPS)]
+    step_s = _numbers(found, "step_s")
+    return Speed(steps=len(step_s), step_s=_median(step_s), tokens_per_s=_median(_numbers(found, "tokens_per_s")))
 
 
-def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [float(v) for row in rows if isinstance(v := row.get(key), (int, float))]
+def _numbers(found: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [float(v) for row in found if isinstance(v := row.get(key), (int, float))]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -57,12 +58,13 @@ def _median(values: Sequence[float]) -> float | None:
 def peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | None:
     """What torch's allocator had given out at most on the rank that needed most, in the newest attempt that says so.
 
-    All ranks tell it when they end, and rank 0 while it trains.
+    All ranks tell it when they end, and rank 0 while it trains; it never falls, so of a very long attempt a sample with
+    its end does.
     """
     for attempt in reversed(attempts):
         results = [fsio.peek_json(path) or {} for path in sorted(attempt.results.glob("*.json"))]
         told: list[dict[str, Any]] = [rank for result in results for rank in result.get("ranks", ())]
-        peaks = _numbers([*told, *fsio.read_lines(run.metrics_of(attempt.n))], "peak_allocated_gib")
+        peaks = _numbers([*told, *rows.sample(run.metrics_of(attempt.n))], "peak_allocated_gib")
         if peaks:
             return max(peaks)
     return None

@@ -1,18 +1,20 @@
 """Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
 
-Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s), and any of ``loss``, ``lr``, ``grad_norm``, ``step_s``,
-``tokens_per_s``, ``data_wait_s`` and what the user logs; every ``log_every`` steps on a GPU ``peak_allocated_gib`` of
-rank 0.
+Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended), and any of ``loss``, ``lr``,
+``grad_norm``, ``step_s`` (without evaluation and checkpoints), ``tokens_per_s`` (of all ranks), ``data_wait_s`` (of
+rank 0) and what the user logs; every ``log_every`` steps on a GPU ``peak_allocated_gib`` of rank 0.
+
+``sum_step_s``, ``sum_tokens`` and ``sum_data_wait_s`` are running totals over the attempt, this row included: two rows
+tell what lies between them, so that nobody has to add up a million.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
+from clustertrain.run import rows
 from clustertrain.run.folder import RunDir
 
 
@@ -20,38 +22,18 @@ def read(run: RunDir) -> list[dict[str, Any]]:
     """All rows by step. A step that several attempts ran counts once, as the latest attempt ran it."""
     by_step: dict[int, dict[str, Any]] = {}
     for attempt in run.attempts():
-        rows = [r for r in fsio.read_lines(run.metrics_of(attempt.n)) if "step" in r]
-        if rows:
-            first = int(rows[0]["step"])
+        found = [r for r in fsio.read_lines(run.metrics_of(attempt.n)) if "step" in r]
+        if found:
+            first = int(found[0]["step"])
             by_step = {s: r for s, r in by_step.items() if s < first}
-            by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in rows})
+            by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in found})
     return [by_step[s] for s in sorted(by_step)]
-
-
-def last_rows(path: Path, size: int = 4096) -> list[dict[str, Any]]:
-    """The rows in the last ``size`` bytes of one attempt's file."""
-    try:
-        with path.open("rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - size))
-            lines = f.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
 
 
 def last_row(path: Path) -> dict[str, Any] | None:
     """The newest row of one attempt's file; reads only the file's end."""
-    rows = last_rows(path)
-    return rows[-1] if rows else None
+    found = rows.last(path)
+    return found[-1] if found else None
 
 
 def latest(run: RunDir) -> dict[str, Any] | None:

@@ -66,6 +66,7 @@ class Keeping:
         self._deadline = deadline
         self._ends: float | None = None  # by the monotonic clock
         self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._begun: dict[int, float] = {}  # by step when its save began, UTC epoch s
         self._interval: Interval | None = None
         self._asked = False
         self._best = ""
@@ -160,6 +161,7 @@ class Keeping:
 
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
+        t_begin = clock.now()
         restored = self._manager.restore(state) if self._manager is not None else None
         step = restored.step if restored else 0
         if restored is not None:
@@ -168,6 +170,7 @@ class Keeping:
                 "restored",
                 step=step,
                 path=str(restored.path),
+                t_begin=t_begin,
                 restore_s=restored.restore_s,
                 skipped=restored.skipped,
                 **({} if restored.from_local is None else {"from_local": restored.from_local}),
@@ -222,6 +225,7 @@ class Keeping:
             number = isinstance(value, (int, float)) and math.isfinite(value)
             metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
         rank_state, wait = self._rank_state(), reason != "interval"
+        self._begun[step] = clock.now()
         self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)
         self._asked = False
         if self._interval is not None:
@@ -240,6 +244,7 @@ class Keeping:
         self._event(
             "checkpoint",
             step=saved.step,
+            t_begin=self._begun.pop(saved.step, clock.now() - saved.save_s),
             save_s=saved.save_s,
             stall_s=saved.stall_s,
             bytes=saved.bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,13 @@ from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
+from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
+from clustertrain.train.marks import Marks
 from clustertrain.train.memory import peak_allocated_gib
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
@@ -79,7 +82,9 @@ class Session:
     # -- opening and closing
 
     def __enter__(self) -> Session:
+        t_begin = clock.now()
         self._context = context = environment.of_environment(device=self._asked_device)
+        self._marks = Marks(context.rank_dir, context.rank, context.world_size, self._forward_s)
         self._result = result.current()
         self._flag = StopFlag(context.rank_dir)
         self._flag.install()
@@ -106,12 +111,12 @@ class Session:
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
         self._log_every = context.spec.recipe.train.log_every if context.spec else 0
-        self._metrics = Metrics(
-            context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None,
-            self._log_every,
-        )
+        path = context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None
+        self._marks.continue_rows(path)
+        self._metrics = Metrics(path, self._log_every)
         self._event(
             "session_started",
+            t_begin=t_begin,
             world_size=self.world_size,
             device=self.device.type,
             strategy=context.layout.strategy,
@@ -126,6 +131,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        t_begin = clock.now()
+        self._marks.enter(beat.SHUTDOWN)
         for loader in self._loaders:
             loader.close()
         leaving = error is None or (isinstance(error, SystemExit) and not error.code)
@@ -157,8 +164,10 @@ class Session:
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
             self._keeping.close()
+            self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin)
             if self._events is not None:
                 self._events.close()
+            self._marks.close()
             self._flag.uninstall()
 
     def _told_to_stop(self) -> bool:
@@ -183,6 +192,9 @@ class Session:
     def _barrier(self) -> None:
         if self._groups.stop is not None:
             dist.barrier(group=self._groups.stop)
+
+    def _forward_s(self) -> float:
+        return self._train_step.forward.sum_s() if self._train_step is not None else math.nan
 
     def _event(self, name: str, **fields: Any) -> None:
         if self._events is not None:
@@ -327,13 +339,14 @@ class Session:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation: its time is reported apart from the steps'."""
-        started = clock.monotonic()
+        t_begin, started = clock.now(), clock.monotonic()
         try:
-            yield
+            with self._marks.during(beat.EVALUATION):
+                yield
         finally:
             eval_s = clock.monotonic() - started
             self._apart_s += eval_s
-            self._event("evaluation", step=self.step, eval_s=eval_s)
+            self._event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
 
     def steps(
         self,
@@ -365,7 +378,8 @@ class Session:
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
         self._keeping.open(checkpoint_every, keep)
-        first = self.step = self._keeping.restore(state, self.seed)
+        with self._marks.during(beat.RESTORE):
+            first = self.step = self._keeping.restore(state, self.seed)
         while True:
             stop = self.step < total and self.poll()
             asked = self.step > first and self._agreement.taken("save")
@@ -377,25 +391,35 @@ class Session:
             elif self.step == first + 1 < total:
                 self._keeping.reserve(state)
             save = self._keeping.kept and self.step > first and not late and (stop or due or self.step == total)
+            reason: Reason | None = None
             if save:
-                self._metrics.drain(wait=True)
-            try:
-                if settle:
-                    self._keeping.settle()  # raises, on all ranks at this step
-                if save:
-                    reason: Reason = "stop" if stop else "end" if self.step == total else "interval"
-                    self._keeping.save(self.step, state, reason, self._metrics.newest)
-                if stop:
-                    self._keeping.settle()  # where it is too late for another save, for the one that is under way
-            except TooLate as e:  # on all ranks, wherever the deadline has met them
-                self._keeping.given_up(self.step, e)
-                stop = True
+                reason = "stop" if stop else "end" if self.step == total else "interval"
+            if reason is not None or settle or stop:
+                with self._marks.during(beat.CHECKPOINT):
+                    stop = self._checkpoint(state, reason, settle=settle, stop=stop)
             if stop:
                 self._leave(resumable=self._keeping.kept)
             if self.step >= total:
                 self._finished = True
                 return
             yield from self._one_step(first, total)
+
+    def _checkpoint(self, state: dict[str, Any], reason: Reason | None, *, settle: bool, stop: bool) -> bool:
+        """Save where there is a ``reason``, and wait for the saves under way to ``settle`` trouble or to ``stop``;
+        returns whether to stop."""
+        if reason is not None:
+            self._metrics.drain(wait=True)
+        try:
+            if settle:
+                self._keeping.settle()  # raises, on all ranks at this step
+            if reason is not None:
+                self._keeping.save(self.step, state, reason, self._metrics.newest)
+            if stop:
+                self._keeping.settle()  # where it is too late for another save, for the one that is under way
+        except TooLate as e:  # on all ranks, wherever the deadline has met them
+            self._keeping.given_up(self.step, e)
+            return True
+        return stop
 
     def _is_late(self) -> bool:
         """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
@@ -408,21 +432,18 @@ class Session:
         self._logged, self._apart_s = {}, 0.0
         for loader in self._loaders:
             loader.wait_s = 0.0
-        started = clock.monotonic()
+        t_begin = clock.now()
+        self._marks.step_begins(self.step)
         yield self.step
-        step_s = clock.monotonic() - started - self._apart_s
         self.step += 1
         self._result.step = self.step
-        plain: dict[str, Any] = {"step": self.step, "t": clock.now(), "step_s": step_s}
-        if self.tokens_per_step:
-            plain["tokens_per_s"] = self.tokens_per_step / step_s
-        if self._loaders:
-            plain["data_wait_s"] = sum(loader.wait_s for loader in self._loaders)
+        wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
+        plain = self._marks.step_ends(self.step, self._apart_s, self.tokens_per_step, wait_s)
         if self._log_every and self.step % self._log_every == 0 and self.device.type == "cuda":
             plain["peak_allocated_gib"] = peak_allocated_gib(self.device)
         self._metrics.put(plain, self._logged)
         if self.step == first + 1:
-            self._event("first_step", step=self.step, total=total)
+            self._event("first_step", step=self.step, total=total, t_begin=t_begin)
 
     # -- stopping
 

@@ -21,6 +21,7 @@ from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision
 from clustertrain.train.context import RankContext
+from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.mesh import Groups
 from clustertrain.train.precision import LossScale
 
@@ -64,6 +65,8 @@ def call(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
 
 
 class TrainStep:
+    """``forward`` has the time of its forward passes."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,6 +84,7 @@ class TrainStep:
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
         self._counts_loss = at.tp == 0
+        self.forward = ForwardTime(context.device, waits_for_nobody(model, context.layout))
 
     def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip_norm: float) -> Stepped:
         micro_batches = batch if isinstance(batch, list) else [batch]
@@ -117,9 +121,11 @@ class TrainStep:
         with self._loss_context():
             for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
                 with data_parallel.synchronise(self._model, last=i == len(micro_batches) - 1, defer=defer):
+                    self.forward.begin()
                     with precision.autocast(self._context):
                         output = call(self._model, inputs, places)
                         value, count = weighed(loss_fn(output, target), target, nobodys[i])
+                    self.forward.end()
                     (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])

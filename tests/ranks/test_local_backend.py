@@ -15,6 +15,7 @@ import pytest
 from clustertrain import clock, fsio
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import PARTS
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
@@ -75,8 +76,7 @@ def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callab
     assert of_a_rank == pytest.approx(tokens_per_step / 2, rel=0.05)
     assert beside["step_s"]["predicted"] is None and beside["peak_gib"] == {"predicted": None, "measured": None}
     goodput = status["goodput"]
-    parts = [v for k, v in goodput.items() if k not in ("wall_s", "ratio")]
-    assert sum(parts) == pytest.approx(goodput["wall_s"])
+    assert sum(goodput[part] for part in PARTS) == pytest.approx(goodput["wall_s"])
 
 
 def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_again(

@@ -1,4 +1,4 @@
-"""Events -> attempts, state and the goodput ledger."""
+"""Events -> attempts and state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.errors import Ambiguous, NotFound
 from clustertrain.launch.backend import JobView
-from clustertrain.run import attempts, folder, goodput, metrics, resolve, state
+from clustertrain.run import attempts, folder, metrics, resolve, state
 from clustertrain.run.folder import RunDir
 
 
@@ -68,39 +68,6 @@ def two_attempts(run: RunDir) -> None:
         writer="rank-0",
     )
     rows(run, 2, *((70 + i, 15 + i) for i in range(1, 26)))
-
-
-def test_the_parts_of_the_ledger_sum_to_the_wall_time(run: RunDir) -> None:
-    two_attempts(run)
-    book = goodput.ledger(run, attempts.read_all(run), now=500.0, finished=True)
-    assert book.wall_s == pytest.approx(100.0)
-    assert sum(getattr(book, p) for p in goodput.PARTS) == pytest.approx(book.wall_s)
-    assert book.queue_s == pytest.approx(10 + 10)
-    assert book.restore_s == pytest.approx(3.0)
-    assert book.checkpoint_stall_s == pytest.approx(3.0)
-    # Steps 16 to 20 of the second attempt had been done before: 5 of its 25.
-    assert book.repeated_s == pytest.approx(24.0 * 5 / 25)
-    assert book.lost_s == 0.0
-
-
-def test_a_killed_attempt_loses_what_followed_its_last_step(run: RunDir) -> None:
-    submitted(run)
-    write(run, 1, (10, "started", {"job_id": "7"}), (90, "ended", {"ending": "node_failure"}))
-    write(run, 1, (20, "first_step", {"step": 0}), writer="rank-0")
-    rows(run, 1, (30, 1), (40, 2))
-    book = goodput.ledger(run, attempts.read_all(run), now=90.0, finished=True)
-    assert book.lost_s == pytest.approx(50.0)
-    assert book.shutdown_s == 0.0
-
-
-def test_a_clock_that_is_off_never_makes_a_part_negative(run: RunDir) -> None:
-    submitted(run)
-    write(run, 1, (10, "started", {"job_id": "7"}), (50, "ended", {"ending": "completed"}))
-    write(run, 1, (5, "first_step", {"step": 0}), (6, "restored", {"restore_s": 100.0}), writer="rank-0")
-    rows(run, 1, (70, 1), (80, 2))
-    book = goodput.ledger(run, attempts.read_all(run), now=50.0, finished=True)
-    assert all(getattr(book, p) >= 0 for p in goodput.PARTS)
-    assert sum(getattr(book, p) for p in goodput.PARTS) == pytest.approx(book.wall_s)
 
 
 def test_a_step_that_two_attempts_ran_counts_once(run: RunDir) -> None:

@@ -1,0 +1,135 @@
+"""Rows of training scalars (``run/metrics.py``) out of files of a million lines, without reading more than is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+Row = dict[str, Any]
+
+WINDOW = 1 << 14  # bytes, many rows of the trainer's own
+WHOLE = 1 << 22  # files up to here are read whole where a sample would do
+WINDOWS = 128  # that a longer one is sampled in
+CHUNK = 1 << 20
+
+# Python writes what JSON does not know, and msgspec refuses it.
+_NO_NUMBER = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
+
+
+def first(path: Path, size: int = WINDOW) -> list[Row]:
+    """The rows in the first ``size`` bytes; empty where there is no file, as below."""
+    with _opened(path) as f:
+        return _within(f, 0, size)
+
+
+def last(path: Path, size: int = 4096) -> list[Row]:
+    """The rows in the last ``size`` bytes."""
+    with _opened(path) as f:
+        return _within(f, max(0, _size(f) - size), size)
+
+
+def at(path: Path, step: int) -> Row | None:
+    """The last row whose step is at most ``step``, found by halving: steps rise within an attempt."""
+    with _opened(path) as f:
+        low, high = 0, _size(f)
+        while high - low > WINDOW:
+            middle = (low + high) // 2
+            found = _within(f, middle, WINDOW)
+            if found and found[0]["step"] <= step:
+                low = middle
+            else:
+                high = middle
+        # The row that is wanted may begin before the middle that was one too high.
+        rows = [row for row in _within(f, low, high - low + WINDOW) if row["step"] <= step]
+    return rows[-1] if rows else None
+
+
+def sample(path: Path, skip: int = 0) -> list[Row]:
+    """All rows but the first ``skip``; of a long file those in evenly spread windows, its end among them."""
+    with _opened(path) as f:
+        size = _size(f)
+        if size <= WHOLE:
+            return _within(f, 0, size)[skip:]
+        stride = (size - WINDOW) / (WINDOWS - 1)
+        rows = _within(f, 0, WINDOW)[skip:]
+        for i in range(1, WINDOWS):
+            rows += _within(f, round(i * stride), WINDOW)
+    return rows
+
+
+def columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
+    """All rows as one array of doubles a key; nan where a row has none or it is no number."""
+    shape = msgspec.defstruct("_Row", [(key, Any, None) for key in keys], gc=False)
+    decoder = msgspec.json.Decoder(shape)
+    found = {key: array("d") for key in keys}
+    with _opened(path) as f:
+        for lines in _chunks(f):
+            rows = _decoded(decoder, lines)
+            for key in keys:
+                found[key].extend([_number(getattr(row, key)) for row in rows])
+    return found
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
+    try:
+        return decoder.decode_lines(lines)
+    except msgspec.MsgspecError:
+        pass
+    rows = []
+    for line in _NO_NUMBER.sub(b"null", lines).split(b"\n"):
+        try:
+            rows.append(decoder.decode(line))
+        except msgspec.MsgspecError:  # torn, or empty
+            continue
+    return rows
+
+
+def _number(value: Any) -> float:
+    return value if type(value) is float else float(value) if type(value) is int else math.nan
+
+
+def _chunks(f: BinaryIO) -> Iterator[bytes]:
+    """Whole lines."""
+    rest = b""
+    while block := f.read(CHUNK):
+        lines, end, tail = (rest + block).rpartition(b"\n")
+        if end:
+            yield lines
+        rest = tail
+    if rest:
+        yield rest
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return Path(os.devnull).open("rb")
+
+
+def _size(f: BinaryIO) -> int:
+    return f.seek(0, os.SEEK_END)
+
+
+def _within(f: BinaryIO, start: int, size: int) -> list[Row]:
+    """The rows that lie in these bytes whole."""
+    # With the byte before: what follows a line's end is whole.
+    f.seek(max(0, start - 1))
+    lines = f.read(size + (start > 0)).split(b"\n")
+    rows = []
+    for line in lines[1 if start > 0 else 0 :]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+    return rows

@@ -1,0 +1,69 @@
+"""Reading a part of a long file of rows gives what reading all of it gives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from clustertrain.run import rows
+
+
+def written(path: Path, count: int, *, every: int = 1, pad: int = 0) -> Path:
+    made = ({"step": n * every, "step_s": n / 8, "note": "x" * (n % (pad + 1))} for n in range(1, count + 1))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in made))
+    return path
+
+
+@pytest.mark.parametrize("pad", [0, 900])
+def test_a_step_is_found_in_a_long_file(tmp_path: Path, pad: int) -> None:
+    path = written(tmp_path / "rows.jsonl", 3000, every=3, pad=pad)
+    for step in (3, 4, 5, 6, 1499, 1500, 4501, 8999, 9000, 10**9):
+        found = rows.at(path, step)
+        assert found is not None and found["step"] == min(step, 9000) // 3 * 3
+    assert rows.at(path, 2) is None
+
+
+def test_there_may_be_no_file_and_no_row(tmp_path: Path) -> None:
+    assert rows.at(tmp_path / "none", 5) is None
+    assert rows.first(tmp_path / "none") == rows.last(tmp_path / "none") == rows.sample(tmp_path / "none") == []
+    assert list(rows.columns(tmp_path / "none", ("step",))["step"]) == []
+
+
+def test_what_is_torn_damaged_or_no_row_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b'{"step":1,"loss":NaN,"step_s":1.5}\n{"step":2,"loss":-Infinity,"step_s":1}\n[]\n{"step":"x"}\n\xff\xfe\n'
+        b'{"step":3,"loss":"words","step_s":true}\n{"step":4,"loss":0.5}\n{"step":5,"lo'
+    )
+    assert [r["step"] for r in rows.first(path)] == [1, 2, 3, 4]
+    assert [r["step"] for r in rows.last(path, 40)] == [4]
+    found = rows.columns(path, ("step", "loss", "step_s"))
+    known = [n for n in found["step"] if not math.isnan(n)]
+    assert known == [1, 2, 3, 4]
+    assert [v for v in found["loss"] if not math.isnan(v)] == [0.5]
+    assert [v for v in found["step_s"] if not math.isnan(v)] == [1.5, 1.0]
+
+
+def test_columns_and_rows_agree_over_the_borders_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "rows.jsonl", 500, pad=50)
+    monkeypatch.setattr(rows, "CHUNK", 333)
+    found = rows.columns(path, ("step", "step_s"))
+    assert list(found["step"]) == [*range(1, 501)]
+    assert list(found["step_s"]) == [n / 8 for n in range(1, 501)]
+
+
+def test_a_sample_of_a_long_file_is_spread_over_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "rows.jsonl", 5000)
+    assert [r["step"] for r in rows.sample(path, 5)] == [*range(6, 5001)]
+    monkeypatch.setattr(rows, "WHOLE", 1000)
+    monkeypatch.setattr(rows, "WINDOW", 512)
+    monkeypatch.setattr(rows, "WINDOWS", 10)
+    steps = [r["step"] for r in rows.sample(path, 5)]
+    assert steps == sorted(set(steps)) and steps[0] == 6 and steps[-1] == 5000
+    assert 50 < len(steps) < 500
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert max(gaps) < 700
