@@ -40,12 +40,16 @@ class Throttled(msgspec.Struct, frozen=True):
 
 
 class InPhase(msgspec.Struct, frozen=True):
-    """A GPU while its rank was in one phase (``run/beat.py``). ``share`` is of the GPU's samples."""
+    """A GPU while its rank was in one phase (``run/beat.py``). ``share`` is of the GPU's samples; the others are means
+    over those of the phase."""
 
     share: float
     utilization: float | None
     power_w: float | None
     sm_clock_mhz: float | None
+    sm_activity: float | None = None
+    tensor_activity: float | None = None
+    throttled: Throttled = Throttled()
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -105,6 +109,7 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
     errors: Errors = Errors()
     phases: dict[str, InPhase] = {}
     parent: str | None = None  # of a MIG slice: the GPU's UUID
+    power_limit_w: float | None = None  # that the board keeps to
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +136,8 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One node. ``nvml`` says why it has no GPU figures, else None. ``cpu_allocated`` and ``memory_allocated_gib`` are
-    the job's on this node, None where nothing says."""
+    the job's on this node, None where nothing says. ``agents_max``: so many samplers recorded it at the same time;
+    ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back), each time."""
 
     node: str
     attempts: list[int]
@@ -152,6 +158,8 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes_per_s: Stats | None = None
     infiniband_bytes_per_s: Stats | None = None
     disk_bytes_per_s: Stats | None = None
+    agents_max: int = 1
+    clock_steps_s: list[float] = []
 
 
 class AttemptSummary(msgspec.Struct, frozen=True):
@@ -194,7 +202,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
-    others the time outside of productive steps."""
+    others the time outside of productive steps. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput`
+    without its ``_s``."""
 
     gpu_hours: float
     wasted_gpu_hours: float
@@ -214,7 +223,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """``coverage`` is samples received / samples expected while the agents were up, None when none was expected."""
+    """``coverage`` is samples received / samples expected while the agents were up, None when none was expected.
+    ``enabled``: the recipe has telemetry on."""
 
     run: str
     job_id: str | None
@@ -232,3 +242,4 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None = None
     waste: Waste | None = None
     unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why
+    enabled: bool = True

@@ -1,0 +1,83 @@
+"""What is missing from the record, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from clustertrain.run import events
+from clustertrain.telemetry.notes.job import INFO, WARNING, Job, counted, of_gpu, where
+from clustertrain.telemetry.summary import GpuSummary, Note
+
+ENOUGH_COVERAGE = 0.9
+_SEE_LOG = "the figures stand for what was recorded; the agent's log and events say what held the sampler up"
+_LASTING = ("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "IMPLAUSIBLE")
+_SPELT_OUT = 6  # fields, or files
+
+
+def _nothing(job: Job) -> Iterable[Note]:
+    s = job.summary
+    if s.hosts or s.gpus:
+        return
+    fix = None
+    if s.unreadable:
+        text = "nothing that this user may read has been recorded"
+        fix = "ask the owner of the run, or the administrators, for read access to its folder"
+    elif not s.enabled:
+        text, fix = "nothing was recorded: the recipe turns telemetry off", "telemetry.enabled = true in the recipe"
+    elif not s.attempts:
+        text = "nothing has been recorded yet: no attempt has started"
+        fix = f"`clustertrain status {s.run}` says what the run waits for"
+    else:
+        text = f"nothing has been recorded yet, though {counted(len(s.attempts), 'attempt')} began: no agent came up"
+        fix = f"`clustertrain status {s.run}` and `clustertrain logs {s.run}` say how far the newest attempt came"
+    yield Note(severity=INFO, code="no_telemetry", text=text, fix=fix)
+
+
+def _coverage(job: Job) -> Iterable[Note]:
+    for host in job.summary.hosts:
+        if host.samples >= ENOUGH_COVERAGE * host.expected:
+            continue
+        if not host.samples:
+            text = f"{host.node} recorded nothing, though its agent ran"
+            yield Note(severity=WARNING, code="no_telemetry", text=text, fix=_SEE_LOG, node=host.node)
+            continue
+        share = host.samples / host.expected
+        text = f"{host.node} recorded {share:.0%} of its samples ({host.samples} of {host.expected})"
+        yield Note(severity=WARNING, code="low_coverage", text=text, fix=_SEE_LOG, node=host.node)
+
+
+def _failed(job: Job) -> Iterable[Note]:
+    for event in events.named(job.log, "telemetry_failed"):
+        text = f"the sampler on {event.get('host')} reported: {event.get('reason')}"
+        yield Note(severity=WARNING, code="telemetry_failed", text=text, fix=_SEE_LOG)
+
+
+def _unreadable(job: Job) -> Iterable[Note]:
+    files = job.summary.unreadable
+    if files:
+        more = f" and {len(files) - _SPELT_OUT:,} more" if len(files) > _SPELT_OUT else ""
+        text = f"{counted(len(files), 'file')} could not be read: {'; '.join(files[:_SPELT_OUT])}{more}"
+        fix = "the figures are those of the other files; the run's owner can open it to its group (submit --share)"
+        yield Note(severity=WARNING, code="unreadable", text=text, fix=fix)
+
+
+def _missing_fields(job: Job) -> Iterable[Note]:
+    """One note for all fields that the same GPUs lack for the same reason."""
+    lacking: dict[tuple[str, str], list[GpuSummary]] = {}
+    for gpu in job.summary.gpus:
+        for name, reason in gpu.nulls.items():
+            if reason.startswith(_LASTING):
+                lacking.setdefault((name, reason.partition(" (")[0]), []).append(gpu)
+    alike: dict[tuple[str, tuple[int, ...]], tuple[list[str], list[GpuSummary]]] = {}
+    for (name, reason), gpus in lacking.items():
+        alike.setdefault((reason, tuple(map(id, gpus))), ([], gpus))[0].append(name)
+    for (reason, _), (names, gpus) in alike.items():
+        more = f" and {len(names) - _SPELT_OUT} more" if len(names) > _SPELT_OUT else ""
+        text = f"{', '.join(names[:_SPELT_OUT])}{more} {'is' if len(names) == 1 else 'are'} missing on"
+        if len(gpus) == 1:
+            yield of_gpu(gpus[0], INFO, "field_missing", f"{text} {where(gpus[0])} ({reason})", None)
+        else:
+            yield Note(severity=INFO, code="field_missing", text=f"{text} {len(gpus):,} GPUs ({reason})")
+
+
+RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (_nothing, _coverage, _failed, _unreadable, _missing_fields)

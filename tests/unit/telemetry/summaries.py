@@ -1,0 +1,238 @@
+"""Summaries by hand, for the tests of the rules and of the reports: a healthy job, and what may be wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from clustertrain.run.goodput import Goodput
+from clustertrain.telemetry import notes
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    InPhase,
+    Mark,
+    Note,
+    ProcessSummary,
+    RankSummary,
+    Stats,
+    Summary,
+    Throttled,
+    Timeline,
+    TrainingSummary,
+    Waste,
+    Window,
+)
+
+T0 = 1_790_000_000.0
+HOUR = 3600.0
+replace = msgspec.structs.replace
+
+
+def stats(mean: float, spread: float = 0.02, most: float | None = None) -> Stats:
+    high = mean * (1 + spread)
+    return Stats(mean, mean * (1 - spread), mean, high, high * 1.01 if most is None else most)
+
+
+def gpu(number: int, node: str = "n1", rank: int | None = None, **changes: Any) -> GpuSummary:
+    """A GPU that trains: warm-up at the start, an evaluation and some checkpoints, at its power limit."""
+    clock = 1905.0 + 3 * number  # chips differ
+    phases = {
+        "startup": InPhase(0.03, 0.02, 120.0, 1200.0),
+        "train": InPhase(0.92, 0.97, 650.0, clock, 0.82, 0.41, Throttled(0.7, 0.0, 0.0)),
+        "checkpoint": InPhase(0.02, 0.4, 300.0, 1980.0),
+        "evaluation": InPhase(0.03, 0.8, 500.0, 1950.0),
+    }
+    values: dict[str, Any] = {
+        "node": node,
+        "uuid": f"GPU-{node}-{number}-5b1c9f0e",
+        "index": number,
+        "name": "NVIDIA H100 80GB HBM3",
+        "ranks": [] if rank is None else [rank],
+        "attempts": [1],
+        "samples": 7200,
+        "expected": 7200,
+        "utilization": Stats(0.93, 0.35, 0.97, 0.99, 1.0),
+        "memory_used_gib": stats(61.0),
+        "memory_total_gib": 80.0,
+        "power_w": Stats(615.0, 120.0, 650.0, 699.0, 702.0),
+        "energy_j": 615.0 * 2 * HOUR,
+        "energy_source": "counter",
+        "temperature_c": Stats(62.0, 40.0, 64.0, 67.0, 68.0),
+        "sm_clock_mhz": stats(clock),
+        "memory_clock_mhz": stats(2619.0),
+        "timeline": Timeline(45.0, [0.0] * 5 + [0.97] * 90 + [0.5] + [0.97] * 64),
+        "nulls": {},
+        "sm_activity": stats(0.78),
+        "tensor_activity": stats(0.38),
+        "nvlink_bytes_per_s": stats(60e9),
+        "pcie_bytes_per_s": stats(1e9),
+        "nvlinks_active_min": 18,
+        "nvlinks_active_max": 18,
+        "throttled": Throttled(0.64, 0.0, 0.0),
+        "phases": phases,
+        "power_limit_w": 700.0,
+    }
+    return GpuSummary(**{**values, **changes})
+
+
+def host(node: str, **changes: Any) -> HostSummary:
+    values: dict[str, Any] = {
+        "node": node,
+        "attempts": [1],
+        "samples": 7200,
+        "expected": 7200,
+        "nvml": None,
+        "driver": "570.1",
+        "allocation": "slurm",
+        "cpu": stats(0.25),
+        "cpu_count": 96,
+        "memory_used_gib": stats(128.0),
+        "memory_total_gib": 1024.0,
+        "load1": stats(12.5),
+        "processes": ProcessSummary(stats(90.0), stats(12.0), 35),
+        "nulls": {},
+        "cpu_allocated": 16,
+        "memory_allocated_gib": 128.0,
+    }
+    return HostSummary(**{**values, **changes})
+
+
+def healthy(nodes: int = 4, gpus: int = 2, **changes: Any) -> Summary:
+    """Two hours of training with what belongs to it; without notes."""
+    names = [f"n{i + 1}" for i in range(nodes)]
+    all_gpus = [gpu(i, node, n * gpus + i) for n, node in enumerate(names) for i in range(gpus)]
+    ranks = [
+        RankSummary(
+            rank=g.ranks[0],
+            node=g.node,
+            uuid=g.uuid,
+            step=9000,
+            data_wait_s=0.004 + 0.0005 * (g.ranks[0] % 3),
+            forward_s=0.21 + 0.002 * (g.ranks[0] % 5),
+        )
+        for g in all_gpus
+    ]
+    end = T0 + 2 * HOUR
+    marks = [
+        Mark(T0 + 216, "first_step", "step 1"),
+        *(Mark(T0 + 1500.0 * i, "checkpoint", f"step {1800 * i}", T0 + 1500.0 * i + 20) for i in range(1, 5)),
+        Mark(T0 + 4000, "evaluation", "step 5000", T0 + 4200),
+    ]
+    values: dict[str, Any] = {
+        "run": "gpt-abc234",
+        "job_id": "4711",
+        "window": Window(T0, end),
+        "coverage": 0.999,
+        "attempts": [AttemptSummary(1, "4711", Window(T0, end), names, T0 - 5, end, "completed", marks)],
+        "gpus": all_gpus,
+        "hosts": [host(node) for node in names],
+        "notes": [],
+        "state": "completed",
+        "user": "ada",
+        "layout": "hybrid-shard 4 x 2",
+        "ranks": ranks,
+        "training": TrainingSummary(
+            steps=9000,
+            tokens=9000 * 0.5e6,
+            step_s=Stats(0.74, 0.72, 0.73, 0.78, 1.9),
+            tokens_per_s=676_000.0,
+            tokens_per_s_per_gpu=676_000.0 / (nodes * gpus),
+            mfu=0.43,
+            energy_j=sum(g.energy_j or 0.0 for g in all_gpus),
+            joules_per_token=0.0079,
+            data_wait_share=0.006,
+            loss=2.31,
+        ),
+        "goodput": Goodput(
+            wall_s=2 * HOUR + 605,
+            queue_s=600.0,
+            startup_s=221.0,
+            productive_s=6600.0,
+            checkpoint_stall_s=140.0,
+            evaluation_s=200.0,
+            shutdown_s=44.0,
+            ratio=6600 / (2 * HOUR + 605),
+        ),
+        "waste": Waste(
+            gpu_hours=2.0 * nodes * gpus,
+            wasted_gpu_hours=0.168 * nodes * gpus,
+            by_cause={"startup": 0.061 * nodes * gpus, "evaluation": 0.056 * nodes * gpus},
+        ),
+    }
+    return Summary(**{**values, **changes})
+
+
+def with_gpu(summary: Summary, node: str, number: int, **changes: Any) -> Summary:
+    """``summary`` with one GPU changed."""
+    gpus = [replace(g, **changes) if (g.node, g.index) == (node, number) else g for g in summary.gpus]
+    return replace(summary, gpus=gpus)
+
+
+def with_gpus(summary: Summary, **changes: Any) -> Summary:
+    return replace(summary, gpus=[replace(g, **changes) for g in summary.gpus])
+
+
+def in_training(summary: Summary, node: str, number: int, **changes: Any) -> Summary:
+    """``summary`` with the figures of one GPU while it trained changed."""
+    (one,) = (g for g in summary.gpus if (g.node, g.index) == (node, number))
+    train = replace(one.phases["train"], **changes)
+    return with_gpu(summary, node, number, phases={**one.phases, "train": train})
+
+
+def with_rank(summary: Summary, rank: int, **changes: Any) -> Summary:
+    return replace(summary, ranks=[replace(r, **changes) if r.rank == rank else r for r in summary.ranks])
+
+
+def idle(summary: Summary, node: str, number: int) -> Summary:
+    nothing = Stats(0.0, 0.0, 0.0, 0.0, 0.0)
+    train = InPhase(0.92, 0.0, 72.0, 345.0, 0.0, 0.0, Throttled(0.0, 0.0, 0.0))
+    return with_gpu(
+        summary,
+        node,
+        number,
+        utilization=nothing,
+        sm_activity=nothing,
+        tensor_activity=nothing,
+        memory_used_gib=stats(0.5),
+        power_w=stats(72.0),
+        energy_j=72.0 * 2 * HOUR,
+        sm_clock_mhz=stats(345.0),
+        throttled=Throttled(0.0, 0.0, 0.0),
+        phases={"train": train},
+        timeline=Timeline(45.0, [0.0] * 160),
+    )
+
+
+def throttling(summary: Summary, node: str, number: int) -> Summary:
+    held = Throttled(0.1, 0.37, 0.0)
+    summary = with_gpu(summary, node, number, throttled=held, temperature_c=Stats(84.0, 60.0, 86.0, 90.0, 92.0))
+    return in_training(summary, node, number, sm_clock_mhz=1410.0, power_w=430.0, throttled=Throttled(0.1, 0.4, 0.0))
+
+
+def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
+    free = Throttled(0.0, 0.0, 0.0)
+    summary = with_gpu(summary, node, number, throttled=free)
+    return in_training(summary, node, number, sm_clock_mhz=1910.0 * (1 - by), power_w=520.0, throttled=free)
+
+
+def noted(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Note]:
+    return notes.of(summary, log or [])
+
+
+def codes(summary: Summary, *, info: bool = False) -> list[str]:
+    """Of the critical notes and the warnings."""
+    return [n.code for n in noted(summary) if info or n.severity != "info"]
+
+
+def broken() -> Summary:
+    """Four nodes with two GPUs each: one is idle, one throttles, one is slow; with its notes."""
+    found = slow(throttling(idle(healthy(), "n2", 1), "n3", 0), "n4", 1)
+    # The slow ones' ranks are late as well: another way to say the same.
+    found = with_rank(with_rank(found, 4, forward_s=0.29), 7, forward_s=0.26)
+    found = with_rank(found, 3, forward_s=None, data_wait_s=0.5)
+    waste = Waste(gpu_hours=16.0, wasted_gpu_hours=3.2, by_cause={"idle_gpus": 2.0, "startup": 1.2})
+    found = replace(found, waste=waste)
+    return replace(found, notes=noted(found))

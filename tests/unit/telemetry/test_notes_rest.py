@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    Errors,
+    ProcessSummary,
+    Stats,
+    Summary,
+    Waste,
+    Window,
+    Xid,
+)
+from tests.unit.telemetry.summaries import (
+    T0,
+    codes,
+    healthy,
+    noted,
+    replace,
+    stats,
+    with_gpu,
+    with_gpus,
+)
+
+
+def only(summary: Summary, code: str) -> Any:
+    (note,) = (n for n in noted(summary) if n.code == code)
+    return note
+
+
+@pytest.mark.parametrize(
+    ("errors", "severity", "code"),
+    [
+        (Errors(ecc_uncorrected=2), "critical", "ecc_uncorrected"),
+        (Errors(ecc_corrected=5000), "info", "ecc_corrected"),
+        (Errors(remap_failed=True), "critical", "row_remap_failed"),
+        (Errors(remap_pending=True, remapped_rows=1), "warning", "row_remap_pending"),
+        (Errors(remapped_rows=1), "info", "rows_remapped"),
+        (Errors(nvlink_errors=1000), "warning", "nvlink_errors"),
+        (Errors(pcie_replays=1000), "warning", "pcie_replays"),
+    ],
+)
+def test_errors_of_a_gpu(errors: Errors, severity: str, code: str) -> None:
+    note = only(with_gpu(healthy(), "n2", 0, errors=errors), code)
+    assert (note.severity, note.node, note.uuid, note.rank) == (severity, "n2", "GPU-n2-0-5b1c9f0e", 2)
+
+
+def test_errors_that_are_usual() -> None:
+    usual = Errors(ecc_corrected=3, ecc_uncorrected=0, remapped_rows=0, nvlink_errors=5, pcie_replays=12)
+    assert codes(with_gpus(healthy(), errors=usual), info=True) == ["energy", "power_limited"]
+
+
+def test_xids_are_one_note_a_number_and_gpu() -> None:
+    found = with_gpu(healthy(), "n2", 0, errors=Errors(xids=[Xid(T0, 79), Xid(T0 + 1, 79), Xid(T0 + 2, 63)]))
+    notes = [n for n in noted(found) if n.code == "xid"]
+    assert sorted(n.text.partition(":")[0] for n in notes) == [
+        "GPU 0 of n2 reported XID 63",
+        "GPU 0 of n2 reported XID 79 2 times",
+    ]
+    assert all((n.node, n.rank) == ("n2", 2) and n.fix for n in notes)
+
+
+def test_nvlinks_that_are_down() -> None:
+    assert (
+        "2 of 18 NVLinks of GPU 0 of n2 went down"
+        in only(with_gpu(healthy(), "n2", 0, nvlinks_active_min=16), "nvlink_down").text
+    )
+    fewer = with_gpu(healthy(), "n2", 0, nvlinks_active_min=12, nvlinks_active_max=12)
+    assert "has 12 NVLinks up, the others of its kind 18" in only(fewer, "nvlink_down").text
+
+
+def test_a_lost_gpu_is_told_once_and_not_judged() -> None:
+    gone = "GPU_IS_LOST: the GPU has fallen off the bus"
+    found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
+    assert codes(found) == ["gpu_lost"]
+    assert "requeue gpt-abc234 --exclude n2" in only(found, "gpu_lost").fix
+
+
+def test_memory_that_nobody_needed() -> None:
+    note = only(with_gpus(healthy(), memory_used_gib=stats(12.0)), "memory_over_requested")
+    assert note.severity == "info"
+    assert "12.4 of 80.0 GiB (15%) on the fullest of 8 GPUs" in note.text
+    assert "fewer GPUs" in note.fix
+    assert (
+        "a MIG slice of 15 GiB"
+        in only(with_gpus(healthy(1, 1), memory_used_gib=stats(12.0)), "memory_over_requested").fix
+    )
+    one = with_gpu(with_gpus(healthy(), memory_used_gib=stats(12.0)), "n1", 0, memory_used_gib=stats(70.0))
+    assert codes(one, info=True) == ["energy", "power_limited"]
+
+
+def test_host_memory_and_cores_that_nobody_needed() -> None:
+    found = healthy()
+    small = ProcessSummary(stats(20.0), stats(2.0), 9)
+    found = replace(found, hosts=[replace(h, processes=small) for h in found.hosts])
+    memory, cores = only(found, "host_memory_over_requested"), only(found, "cores_over_requested")
+    assert memory.fix == "--mem=25G is the peak and a fifth more"
+    assert cores.fix == "--cpus-per-gpu=2 is that and a fifth more"
+    assert "2.0 of the 16 cores" in cores.text
+    whole = replace(found, hosts=[replace(h, cpu_allocated=96, memory_allocated_gib=1024.0) for h in found.hosts])
+    assert codes(whole, info=True) == ["energy", "power_limited"], "a whole node has no smaller size"
+
+
+def test_host_memory_that_is_nearly_full() -> None:
+    found = healthy(1, 2)
+    found = replace(found, hosts=[replace(found.hosts[0], processes=ProcessSummary(stats(126.0), None, 9))])
+    assert only(found, "host_memory_nearly_full").node == "n1"
+
+
+def test_gpu_hours() -> None:
+    found = healthy()
+    waste = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"lost": 7.0, "startup": 3.0})
+    note = only(replace(found, waste=waste), "gpu_hours_wasted")
+    assert note.severity == "warning"
+    assert note.text == "10.00 of 16.00 GPU-hours (62%) trained nothing: steps that were lost 7.00, start-up 3.00"
+    idle = Waste(gpu_hours=16.0, wasted_gpu_hours=10.0, by_cause={"idle_gpus": 9.0, "startup": 1.0})
+    assert only(replace(found, waste=idle), "gpu_hours_wasted").severity == "info", "each of them has a note already"
+
+
+def test_work_that_was_lost() -> None:
+    found = healthy()
+    assert found.goodput is not None
+    assert codes(replace(found, goodput=replace(found.goodput, repeated_s=700.0, lost_s=300.0))) == ["work_lost"]
+
+
+def test_energy() -> None:
+    assert only(healthy(), "energy").text == "the GPUs drew 9.84 kWh, 0.0079 J a token"
+    some = with_gpu(healthy(), "n1", 0, energy_j=None)
+    assert "(7 of 8 GPUs told)" in only(some, "energy").text
+
+
+def test_what_happened_to_the_recording() -> None:
+    found = healthy(1, 2)
+    (host,) = found.hosts
+    assert only(replace(found, hosts=[replace(host, agents_max=2)]), "two_agents").node == "n1"
+    stepped = only(replace(found, hosts=[replace(host, clock_steps_s=[0.2, -37.5])]), "clock_stepped")
+    assert (stepped.severity, "set 37.5 s back" in stepped.text) == ("info", True)
+    assert codes(replace(found, hosts=[replace(host, samples=100)])) == ["low_coverage"]
+    unreadable = only(replace(found, unreadable=[f"f{i}: permission denied" for i in range(9)]), "unreadable")
+    assert "9 files could not be read" in unreadable.text
+    assert "and 3 more" in unreadable.text
+
+
+def test_fields_that_the_driver_does_not_have_are_one_note() -> None:
+    nulls = dict.fromkeys(("power_w", "energy_j", "temperature_c"), "NOT_SUPPORTED: no")
+    found = with_gpus(healthy(), nulls=nulls)
+    assert only(found, "field_missing").text == (
+        "power_w, energy_j, temperature_c are missing on 8 GPUs (NOT_SUPPORTED: no)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "no attempt has started"),
+        ({"attempts": [AttemptSummary(1, "7", Window(None, None), [])]}, "though 1 attempt began"),
+        ({"enabled": False}, "the recipe turns telemetry off"),
+        ({"unreadable": ["attempts/1/telemetry: permission denied"]}, "nothing that this user may read"),
+    ],
+)
+def test_a_run_without_samples_says_why(changes: dict[str, Any], words: str) -> None:
+    empty: dict[str, Any] = dict.fromkeys(("coverage", "training", "goodput", "waste"))
+    lists: dict[str, Any] = {name: [] for name in ("attempts", "gpus", "hosts", "ranks")}
+    found = replace(healthy(), window=Window(None, None), **{**empty, **lists, **changes})
+    assert words in only(found, "no_telemetry").text
+
+
+def test_out_of_memory() -> None:
+    ended = AttemptSummary(1, "7", Window(T0, T0 + 9), ["n1"], ending="out_of_memory")
+    assert "attempt 1 ran out of memory" in only(replace(healthy(), attempts=[ended]), "out_of_memory").text
+    assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))

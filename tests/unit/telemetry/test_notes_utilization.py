@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+
+from clustertrain.telemetry.summary import AttemptSummary, GpuSummary, InPhase, Stats, Summary, TrainingSummary, Window
+from tests.unit.telemetry.summaries import T0, codes, healthy, host, in_training, noted, replace, stats, with_gpus
+
+
+def low(mean: float = 0.35, in_train: float = 0.36) -> Summary:
+    """A job whose GPUs are not busy, for no reason that is recorded."""
+    found = with_gpus(healthy(), utilization=Stats(mean, 0.0, mean, 0.9, 1.0), nvlink_bytes_per_s=None)
+    for g in found.gpus:
+        found = in_training(found, g.node, g.index or 0, utilization=in_train)
+    return found
+
+
+def training(summary: Summary, **changes: object) -> Summary:
+    assert summary.training is not None
+    return replace(summary, training=replace(summary.training, **changes))
+
+
+def goodput(summary: Summary, **changes: float) -> Summary:
+    assert summary.goodput is not None
+    return replace(summary, goodput=replace(summary.goodput, **changes))
+
+
+def test_waiting_on_data() -> None:
+    (note,) = (n for n in noted(training(low(), data_wait_share=0.42)) if n.severity != "info")
+    assert (note.code, note.severity, note.uuid) == ("waiting_on_data", "warning", None)
+    assert note.text == "the GPUs were busy 35% of the time: training waits for its data for 42% of a step"
+    assert note.fix is not None
+    assert "workers" in note.fix
+
+
+def test_waiting_on_data_is_told_by_the_ranks_too() -> None:
+    found = low()
+    found = replace(found, ranks=[replace(r, data_wait_s=0.3) for r in found.ranks])
+    assert codes(found) == ["waiting_on_data"]
+
+
+def test_waiting_on_data_with_all_cores_busy_asks_for_cores() -> None:
+    found = training(low(), data_wait_share=0.42)
+    found = replace(found, hosts=[replace(h, cpu_allocated=12) for h in found.hosts])
+    (note,) = (n for n in noted(found) if n.code == "waiting_on_data")
+    assert "100% of the allocated cores busy" in note.text
+    assert note.fix is not None
+    assert "--cpus-per-gpu" in note.fix
+
+
+def test_data_is_told_even_where_the_gpus_look_busy() -> None:
+    assert codes(training(healthy(), data_wait_share=0.25)) == ["waiting_on_data"]
+    assert codes(training(healthy(), data_wait_share=0.15)) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "word"),
+    [
+        ("evaluation_s", "evaluation_often", "evaluation took 42%"),
+        ("checkpoint_stall_s", "checkpoint_often", "stood still for 42% of the job's time over 4 checkpoints"),
+        ("startup_s", "startup_dominated", "start-up and restore took 42%"),
+        ("restore_s", "startup_dominated", "took 45%"),
+    ],
+)
+def test_time_that_is_not_training(part: str, code: str, word: str) -> None:
+    found = goodput(low(), **{part: 3000.0})
+    (note,) = (n for n in noted(found) if n.code == code)
+    assert note.severity == "warning"
+    assert word in note.text
+    assert codes(found) == [code]
+    assert codes(goodput(healthy(), **{part: 3000.0})) == [code], "and it is told where the GPUs look busy"
+
+
+def test_a_short_job_is_not_blamed_for_its_start() -> None:
+    found = low()
+    assert found.goodput is not None
+    short = replace(found.goodput, wall_s=180.0, queue_s=20.0, startup_s=80.0, productive_s=60.0, ratio=0.3)
+    notes = noted(replace(found, goodput=short))
+    assert [(n.severity, n.code) for n in notes if n.code == "startup_dominated"] == [("info", "startup_dominated")]
+    assert [n for n in notes if n.severity != "info" and n.code == "low_utilization"] == []
+
+
+def test_communication_by_the_traffic() -> None:
+    found = low()
+    found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])
+    (note,) = (n for n in noted(found) if n.code == "communication_bound")
+    assert note.text.endswith("waiting on communication, with InfiniBand at 20.0 GB/s a GPU")
+    assert codes(found) == ["communication_bound"]
+
+
+def test_communication_by_kernels_that_wait() -> None:
+    found = with_gpus(healthy(), sm_activity=stats(0.12), tensor_activity=stats(0.03))
+    for g in found.gpus:
+        found = in_training(found, g.node, g.index or 0, sm_activity=0.12, tensor_activity=0.03)
+    (note,) = (n for n in noted(found) if n.severity != "info")
+    assert note.code == "communication_bound"
+    assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
+    alone = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
+    assert codes(alone) == ["small_kernels"]
+
+
+def test_the_power_tells_where_there_is_no_gpm() -> None:
+    found = with_gpus(healthy(), sm_activity=None, tensor_activity=None, phases={}, power_w=stats(230.0))
+    assert codes(found) == ["communication_bound"]
+    assert codes(with_gpus(found, power_w=stats(500.0))) == []
+    assert codes(with_gpus(found, power_limit_w=None)) == [], "without the limit nobody knows"
+
+
+def hung(gpu: GpuSummary) -> GpuSummary:
+    """It spins in a collective from the first step on."""
+    return replace(
+        gpu,
+        utilization=Stats(0.99, 0.97, 1.0, 1.0, 1.0),
+        power_w=stats(130.0),
+        sm_activity=None,
+        tensor_activity=stats(0.0),
+        phases={"train": InPhase(0.97, 1.0, 130.0, 1980.0)},
+    )
+
+
+def nothing_done(summary: Summary) -> Summary:
+    assert summary.training is not None
+    none: dict[str, None] = dict.fromkeys(
+        f for f in TrainingSummary.__struct_fields__ if f not in ("steps", "energy_j")
+    )
+    return replace(summary, training=replace(summary.training, steps=0, **none), goodput=None, waste=None)
+
+
+def test_hung() -> None:
+    found = nothing_done(replace(healthy(), gpus=[hung(g) for g in healthy().gpus]))
+    (note,) = (n for n in noted(found) if n.severity != "info")
+    assert (note.severity, note.code) == ("critical", "hung")
+    assert note.text == (
+        "8 GPUs hung: no step was done, and utilization 100%, tensor cores active 0%, power at 19% of the limit"
+    )
+    young = replace(found, gpus=[replace(g, samples=100) for g in found.gpus])
+    assert codes(young) == [], "a compilation looks alike at first"
+
+
+def test_an_attempt_that_ended_for_a_hang() -> None:
+    found = replace(healthy(), attempts=[AttemptSummary(2, "4711", Window(T0, T0 + 9), ["n1"], ending="hang")])
+    assert [(n.severity, n.text) for n in noted(found) if n.code == "hung"] == [
+        ("critical", "attempt 2 ended because no step was done any more")
+    ]
+
+
+def test_without_a_reason_it_says_which_were_ruled_out() -> None:
+    (note,) = (n for n in noted(low()) if n.severity != "info")
+    assert note.code == "low_utilization"
+    assert "not for data, checkpoints, evaluation or start-up" in note.text
+    bare = replace(with_gpus(low(), phases={}), training=None, goodput=None, waste=None, ranks=[])
+    (note,) = (n for n in noted(bare) if n.severity != "info")
+    assert note.text.endswith("nothing that was recorded says why")
+
+
+def test_a_few_low_ones_are_named_each() -> None:
+    found = healthy()
+    found = replace(
+        found,
+        gpus=[replace(g, utilization=stats(0.1), phases={}) if g.node == "n1" else g for g in found.gpus],
+    )
+    assert [(n.node, n.rank) for n in noted(found) if n.severity == "warning"] == [("n1", 0), ("n1", 1)]
+
+
+def test_each_rule_stands_alone() -> None:
+    """Whatever figure is missing, the others' notes stay and nothing raises."""
+    full = training(low(), data_wait_share=0.42)
+    for name in ("memory_used_gib", "power_w", "temperature_c", "sm_clock_mhz", "sm_activity", "energy_j", "name"):
+        assert "waiting_on_data" in codes(with_gpus(full, **{name: None})), name
+    for name in ("goodput", "waste", "coverage", "job_id", "layout"):
+        assert "waiting_on_data" in codes(replace(full, **{name: None})), name
+    assert "waiting_on_data" in codes(replace(full, hosts=[host("n1", processes=None, cpu=None)]))
