@@ -115,6 +115,9 @@ class Gate:
                 self._held[finding.code] = self._held.get(finding.code, 0) + 1
             return None
         told.append(mono)
+        if subject.counted:  # it is told after all
+            subject.counted = False
+            self._held[finding.code] = max(0, self._held.get(finding.code, 0) - 1)
         subject.raised, subject.since = self._alert(finding, t), mono
         return subject.raised
 

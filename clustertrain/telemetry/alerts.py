@@ -41,6 +41,7 @@ class Alerts:
         self._gate = Gate(node)
         self._node = node
         self._facts: list[GpuFacts] = []
+        self._rank_list: list[int] = []
         self._gpus: list[GpuWindow] = []
         self._ranks: dict[int, RankWindow] = {}
         self._times = StepTimes()
@@ -52,7 +53,7 @@ class Alerts:
 
     def observe(self, snapshot: Snapshot) -> list[Alert]:
         """What has begun or ended to be wrong. Adds up; the rules are asked every ten seconds."""
-        if snapshot.gpus is not self._facts:
+        if snapshot.gpus is not self._facts or snapshot.ranks is not self._rank_list:
             self._renew(snapshot)
         before, self._mono = self._mono, snapshot.mono
         dt = snapshot.mono - before if before is not None else 0.0
@@ -93,14 +94,18 @@ class Alerts:
 
     def _renew(self, snapshot: Snapshot) -> None:
         """Other GPUs, as after the driver came back; those that stayed keep what is known of them."""
+        same = snapshot.gpus == self._facts and snapshot.ranks == self._rank_list
+        self._facts, self._rank_list = snapshot.gpus, snapshot.ranks
+        if same:
+            return
         known = {g.facts.uuid: g for g in self._gpus}
-        self._facts = snapshot.gpus
         self._gpus = []
         for number, facts in enumerate(snapshot.gpus):
             old = known.get(facts.uuid)
             gpu = GpuWindow(number, facts)
             if old is not None:
-                gpu.idle_s, gpu.past, gpu.power_trained = old.idle_s, old.past, old.power_trained
+                gpu.bucket, gpu.past = old.bucket, old.past
+                gpu.idle_s, gpu.power_trained = old.idle_s, old.power_trained
             self._gpus.append(gpu)
         self._ranks = {rank: self._ranks.get(rank) or RankWindow(rank) for rank in snapshot.ranks}
 
