@@ -8,7 +8,8 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,41 @@ def start(
     finally:
         if out is not None:
             out.close()
+
+
+def tell(argv: Sequence[str], data: bytes, *, timeout_s: float, given_up: Callable[[], bool]) -> None:
+    """Run a command with ``data`` on its standard input, in a session of its own. It and what it started are killed
+    when ``timeout_s`` is over, or as soon as ``given_up()`` says so, which then is no error.
+
+    Raises:
+        CommandFailed: it could not be started, took too long, or returned non-zero; with the end of what it said.
+    """
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as given:
+        # Files, not pipes: a command that reads nothing, or leaves a child behind with its output open, blocks nobody.
+        given.write(data)
+        given.seek(0)
+        try:
+            child = subprocess.Popen(list(argv), stdin=given, stdout=said, stderr=said, start_new_session=True)
+        except OSError as e:
+            raise CommandFailed(f"{argv[0]}: {e.strerror or e}") from e
+        deadline = clock.monotonic() + timeout_s
+        try:
+            while child.poll() is None:
+                if given_up():
+                    return
+                if clock.monotonic() >= deadline:
+                    raise CommandFailed(f"{argv[0]} did not end in {timeout_s:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.05)
+        finally:
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if child.returncode:
+            said.seek(max(0, said.seek(0, os.SEEK_END) - 400))
+            words = said.read().decode(errors="replace").strip() or "it printed nothing"
+            raise CommandFailed(f"{argv[0]} failed with exit code {child.returncode}: {words}")
 
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

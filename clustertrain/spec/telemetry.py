@@ -18,13 +18,14 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     slowdown: float = 0.3  # steps slower than the run's own median by this share, over five minutes
     memory: float = 0.97  # of a GPU's memory
     straggler: float = 0.1  # a GPU or rank slower than the median of the others by this share, over five minutes
+    hang_min: float = 5.0  # no step for so many minutes, and for ten median steps
     throttle_min: float = 2.0  # a GPU held down by heat or hardware for so many minutes in ten
     xid: bool = True  # the driver reported an error of a GPU
     command: list[str] = []  # a program and its arguments, run without a shell; the alert is JSON on its input
     webhook: str = ""  # a URL that gets the alert as JSON, by POST
 
     def __post_init__(self) -> None:
-        for name in ("idle_min", "throttle_min"):
+        for name in ("idle_min", "throttle_min", "hang_min"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (off) or more")
         for name in ("slowdown", "memory", "straggler"):

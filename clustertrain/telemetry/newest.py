@@ -1,0 +1,75 @@
+"""The newest figures of all nodes of an attempt, read from the run directory: for who looks at a running job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from clustertrain.telemetry.series import open_node
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import Header
+
+Mark = tuple[tuple[str, int, int], ...]
+
+
+class NodeNow(msgspec.Struct, frozen=True):
+    """A node's newest sample. ``end``: when its sampler stopped, UTC s; None where it did not say so. ``failure``: why,
+    where nobody told it to. ``trouble``: what could not be read of it, and why."""
+
+    snapshot: Snapshot
+    header: Header
+    end: float | None
+    failure: str | None
+    trouble: str | None
+    reasons: dict[str, str]
+
+
+class Newest:
+    """Reads again and again, and of each node only when its files have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder``: ``attempt.telemetry``."""
+        self._folder = folder
+        self._known: dict[str, tuple[Mark, NodeNow | None]] = {}
+
+    def read(self) -> list[NodeNow]:
+        """By name; without nodes that have recorded nothing yet. Never raises for what another process does."""
+        try:
+            nodes = sorted(p for p in self._folder.iterdir() if p.is_dir())
+        except OSError:
+            return []
+        return [now for node in nodes if (now := self._node(node)) is not None]
+
+    def _node(self, folder: Path) -> NodeNow | None:
+        before, known = self._known.get(folder.name, ((), None))
+        mark = _mark(folder)
+        if mark == before:
+            return known
+        now = _read(folder) or known
+        self._known[folder.name] = mark, now
+        return now
+
+
+def _mark(folder: Path) -> Mark:
+    """Names, sizes and times of what is in the newest segment's folder."""
+    try:
+        segment = max((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+        files = [(p.name, p.stat()) for p in sorted(segment.iterdir())]
+    except (OSError, ValueError):
+        return ()
+    return ((segment.name, 0, 0), *((name, s.st_size, s.st_mtime_ns) for name, s in files))
+
+
+def _read(folder: Path) -> NodeNow | None:
+    segments = open_node(folder)
+    if not segments:
+        return None
+    segment = segments[-1]
+    t, values = segment.newest_t, segment.newest()
+    if t is None:
+        return None
+    header = segment.header
+    mono = header.mono + t - header.t
+    snapshot = Snapshot(t=t, mono=mono, node=header.node, gpus=header.gpus, ranks=header.ranks, values=values)
+    return NodeNow(snapshot, header, segment.end, segment.failure, segment.trouble, segment.reasons())

@@ -1,0 +1,380 @@
+"""The alerts of a node: each rule's case, a healthy day without one, and input that no healthy driver gives."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from clustertrain.run import beat
+from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.alert import MOST_AN_HOUR, Alert
+from clustertrain.telemetry.alerts import Alerts
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import GpuFacts
+
+GIB = 1 << 30
+T0 = 1_790_000_000.0
+NAN = float("nan")
+Change = Callable[[float, dict[str, float]], None]
+
+
+def facts(count: int, ranks: int | None = None) -> list[GpuFacts]:
+    of = count if ranks is None else ranks
+    return [
+        GpuFacts(f"GPU-{i}", i, i, "H100", 80 * GIB, ranks=[i] if i < of else [])
+        for i in range(count)
+    ]  # fmt: skip
+
+
+class Job:
+    """A node whose ranks train together: a step takes ``step_s``, with noise in all figures."""
+
+    def __init__(
+        self, gpus: int = 4, ranks: int | None = None, *, step_s: float = 0.5, seed: int = 0, first: int = 0
+    ) -> None:
+        self.gpus = facts(gpus, ranks)
+        self.ranks = [first + i for i in range(gpus if ranks is None else ranks)]
+        for i, f in enumerate(self.gpus):
+            f.ranks[:] = [first + i] if i < len(self.ranks) else []
+        self.step_s, self.random = step_s, random.Random(seed)
+        self.now = self.done = self.waited = self.forward = 0.0
+        self.phase = beat.TRAIN
+
+    def tick(self, dt: float = 1.0) -> dict[str, float]:
+        self.now += dt
+        training = self.phase == beat.TRAIN
+        if training:
+            steps = dt / (self.step_s * self.random.gauss(1.0, 0.03))
+            self.done += steps
+            self.waited += steps * 0.004
+            self.forward += steps * self.step_s * 0.3
+        values: dict[str, float] = {}
+        for i in range(len(self.gpus)):
+            busy = i < len(self.ranks)
+            values |= {
+                f"gpu{i}.utilization": min(1.0, self.random.gauss(0.95, 0.05)) if busy and training else 0.2 * busy,
+                f"gpu{i}.memory_used_bytes": 60 * GIB + self.random.gauss(0, GIB / 10),
+                f"gpu{i}.power_w": self.random.gauss(550.0 if training else 130.0, 30.0) if busy else 75.0,
+                f"gpu{i}.sm_clock_mhz": self.random.gauss(1900.0, 40.0),
+                f"gpu{i}.throttle_thermal": 1.0 if self.random.random() < 0.01 else 0.0,
+                f"gpu{i}.throttle_hardware": 0.0,
+                f"gpu{i}.ecc_uncorrected": 3.0,
+                f"gpu{i}.remap_failed": 0.0,
+            }
+        for r in self.ranks:
+            values |= {
+                f"rank{r}.step": float(int(self.done)),
+                f"rank{r}.phase": float(self.phase),
+                f"rank{r}.data_wait_s": self.waited * self.random.gauss(1, 0.01),
+                f"rank{r}.forward_s": self.forward * self.random.gauss(1, 0.0001),
+            }
+        return values
+
+    def snapshot(self, values: Mapping[str, float]) -> Snapshot:
+        return Snapshot(T0 + self.now, self.now, "n1", self.gpus, self.ranks, values)
+
+    def run(self, alerts: Alerts, seconds: float, change: Change | None = None, dt: float = 1.0) -> list[Alert]:
+        found = []
+        for _ in range(int(seconds / dt)):
+            values = self.tick(dt)
+            if change is not None:
+                change(self.now, values)
+            found += alerts.observe(self.snapshot(values))
+        return found
+
+
+def codes(alerts: Sequence[Alert]) -> list[tuple[str, str]]:
+    return [(a.code, a.state) for a in alerts]
+
+
+@pytest.fixture
+def alerts() -> Alerts:
+    return Alerts(AlertsSpec(), "n1")
+
+
+def test_a_healthy_day_with_checkpoints_and_evaluations_raises_nothing(alerts: Alerts) -> None:
+    job = Job(8, seed=3)
+    found = job.run(alerts, 120, lambda now, v: v.update({k: float(beat.STARTUP) for k in v if k.endswith("phase")}))
+    while job.now < 86_400:
+        job.phase = beat.TRAIN
+        found += job.run(alerts, 1680, dt=2.0)
+        job.phase = beat.CHECKPOINT
+        found += job.run(alerts, 40, dt=2.0)
+        job.phase = beat.EVALUATION
+        found += job.run(alerts, 80, dt=2.0)
+    assert found == []
+
+
+def test_a_gpu_that_its_rank_does_not_use(alerts: Alerts) -> None:
+    job = Job(4)
+    found = job.run(alerts, 590, lambda _, v: v.update({"gpu2.utilization": 0.0}))
+    assert found == []
+    found = job.run(alerts, 600, lambda _, v: v.update({"gpu2.utilization": 0.0}))
+    assert codes(found) == [("gpu_idle", "raised")]
+    assert (found[0].uuid, found[0].rank, found[0].node, found[0].limit) == ("GPU-2", 2, "n1", 10.0)
+    found = job.run(alerts, 120)
+    assert codes(found) == [("gpu_idle", "cleared")]
+    assert found[0].lasted_s == pytest.approx(600, abs=20)
+
+
+def test_a_gpu_without_a_rank_is_told_while_the_others_still_start(alerts: Alerts) -> None:
+    job = Job(3, ranks=2)
+    job.phase = beat.STARTUP
+
+    def starting(_: float, v: dict[str, float]) -> None:
+        v |= {"gpu0.utilization": 0.0, "gpu1.utilization": 0.0}
+
+    found = job.run(alerts, 1200, starting)
+    assert [(a.code, a.uuid, a.rank) for a in found] == [("gpu_idle", "GPU-2", None)]
+
+
+def test_ranks_that_tell_nothing_do_not_hide_idle_gpus(alerts: Alerts) -> None:
+    def silent(_: float, v: dict[str, float]) -> None:
+        for name in list(v):
+            if name.startswith("rank"):
+                v[name] = NAN
+        v["gpu1.utilization"] = 0.0
+
+    found = Job(2).run(alerts, 900, silent)
+    assert [(a.code, a.uuid) for a in found] == [("gpu_idle", "GPU-1")]
+
+
+def test_memory_near_the_limit_is_told_once_however_it_flaps(alerts: Alerts) -> None:
+    def flapping(now: float, v: dict[str, float]) -> None:
+        v["gpu0.memory_used_bytes"] = (79 if int(now / 30) % 2 else 60) * GIB
+
+    found = Job(2).run(alerts, 3600, flapping)
+    assert codes(found) == [("memory_nearly_full", "raised")]
+
+
+def test_a_figure_that_flaps_slowly_for_a_day_does_not_fill_a_chat(alerts: Alerts) -> None:
+    def flapping(now: float, v: dict[str, float]) -> None:
+        v["gpu0.memory_used_bytes"] = (79 if int(now / 200) % 2 else 60) * GIB
+
+    found = Job(1).run(alerts, 86_400, flapping, dt=5.0)
+    raised = [a for a in found if a.state == "raised"]
+    assert 20 < len(raised) < 24 * 6
+    assert len(found) - len(raised) in (len(raised), len(raised) - 1)
+    assert sum(a.held_back for a in raised) + len(raised) == pytest.approx(86_400 / 400, abs=2)
+
+
+def test_many_gpus_at_once_are_held_to_so_many_an_hour(alerts: Alerts) -> None:
+    job = Job(16)
+    full = {f"gpu{i}.memory_used_bytes": 79.9 * GIB for i in range(16)}
+    assert len(job.run(alerts, 60, lambda _, v: v.update(full))) == MOST_AN_HOUR
+    later = job.run(alerts, 3700, lambda _, v: v.update(full), dt=2.0)
+    assert len(later) == 16 - MOST_AN_HOUR
+    assert later[0].held_back == 16 - MOST_AN_HOUR - 1
+
+
+@pytest.mark.parametrize(("column", "word"), [("throttle_thermal", "heat"), ("throttle_hardware", "hardware")])
+def test_a_gpu_that_is_held_down(alerts: Alerts, column: str, word: str) -> None:
+    def hot(now: float, v: dict[str, float]) -> None:
+        v[f"gpu3.{column}"] = 1.0 if now % 3 < 1 else 0.0
+
+    found = Job(4).run(alerts, 900, hot)
+    assert [(a.code, a.uuid, word in a.text) for a in found] == [("throttled", "GPU-3", True)]
+    assert found[0].value is not None and found[0].value >= 2.0
+
+
+def test_a_gpu_with_a_lower_clock_than_the_others(alerts: Alerts) -> None:
+    found = Job(4).run(alerts, 900, lambda _, v: v.update({"gpu1.sm_clock_mhz": 1500.0}))
+    assert [(a.code, a.uuid, a.rank) for a in found] == [("straggler", "GPU-1", 1)]
+    assert found[0].limit == pytest.approx(1900 * 0.9, rel=0.01)
+
+
+def test_two_gpus_are_not_compared_with_each_other(alerts: Alerts) -> None:
+    assert Job(2).run(alerts, 900, lambda _, v: v.update({"gpu1.sm_clock_mhz": 1500.0})) == []
+
+
+def test_a_rank_that_waits_for_its_data(alerts: Alerts) -> None:
+    job = Job(4)
+    found = job.run(alerts, 900, lambda _, v: v.update({"rank2.data_wait_s": job.done * 0.2}))
+    assert [(a.code, a.uuid, a.rank) for a in found] == [("straggler", "GPU-2", 2)]
+    assert "data" in found[0].text
+
+
+def test_a_rank_whose_forward_pass_is_slow(alerts: Alerts) -> None:
+    job = Job(4)
+    found = job.run(alerts, 900, lambda _, v: v.update({"rank0.forward_s": job.forward * 1.3}))
+    assert [(a.code, a.rank) for a in found] == [("straggler", 0)]
+    assert "forward" in found[0].text
+
+
+def test_a_wait_that_is_nothing_beside_the_step_is_no_straggler(alerts: Alerts) -> None:
+    job = Job(4)
+    assert job.run(alerts, 900, lambda _, v: v.update({"rank2.data_wait_s": job.waited * 3})) == []
+
+
+def test_steps_that_become_slower_than_the_run_was(alerts: Alerts) -> None:
+    job = Job(2)
+    assert job.run(alerts, 3600) == []
+    job.step_s = 0.8
+    found = job.run(alerts, 900)
+    assert codes(found) == [("slow_steps", "raised")]
+    assert found[0].value is not None and found[0].limit == pytest.approx(0.65, rel=0.04)
+    job.step_s = 0.5
+    assert codes(job.run(alerts, 900)) == [("slow_steps", "cleared")]
+
+
+def test_slow_steps_of_minutes_are_compared_too(alerts: Alerts) -> None:
+    job = Job(1, step_s=90.0)
+    assert job.run(alerts, 4 * 3600, dt=5.0) == []
+    job.step_s = 180.0
+    assert codes(job.run(alerts, 2 * 3600, dt=5.0)) == [("slow_steps", "raised")]
+
+
+def test_the_first_minutes_and_long_evaluations_do_not_make_steps_slow(alerts: Alerts) -> None:
+    job = Job(2, step_s=20.0)
+    found = job.run(alerts, 170)
+    job.step_s = 0.5
+    found += job.run(alerts, 1800)
+    for phase in (beat.EVALUATION, beat.CHECKPOINT, beat.RESTORE):
+        job.phase = phase
+        found += job.run(alerts, 700)
+        job.phase = beat.TRAIN
+        found += job.run(alerts, 400)
+    assert found == []
+
+
+def test_only_the_node_of_rank_0_speaks_for_the_run() -> None:
+    job, alerts = Job(2, first=2), Alerts(AlertsSpec(), "n2")
+    job.run(alerts, 2000)
+    job.step_s = 5.0
+    assert job.run(alerts, 900) == []
+
+
+def test_a_hang_names_the_rank_that_the_others_wait_for(alerts: Alerts) -> None:
+    job = Job(4)
+    job.run(alerts, 1000)
+    stuck = {f"rank{r}.step": float(int(job.done)) for r in range(4)}
+
+    def hung(_: float, v: dict[str, float]) -> None:
+        v |= stuck | {f"gpu{i}.utilization": 1.0 for i in range(4)} | {f"gpu{i}.power_w": 150.0 for i in range(4)}
+        v["gpu2.utilization"] = 0.0
+
+    found = job.run(alerts, 320, hung)
+    assert [(a.code, a.rank, a.uuid, a.severity) for a in found] == [("hang", 2, "GPU-2", "critical")]
+    assert "3 of the node's 4 GPUs" in found[0].text
+    job.done += 1000
+    assert codes(job.run(alerts, 120)) == [("hang", "cleared")]
+
+
+def test_a_hang_names_the_rank_of_another_node_that_is_behind(alerts: Alerts) -> None:
+    job = Job(2)
+    job.run(alerts, 1000)
+    step = int(job.done)
+    alerts.elsewhere = {0: step - 500, 1: step - 500, 2: step, 3: step - 1}
+    stuck = {f"rank{r}.step": float(step) for r in range(2)}
+    found = job.run(alerts, 320, lambda _, v: v.update(stuck))
+    assert [(a.code, a.rank) for a in found] == [("hang", 3)]
+
+
+def test_a_first_step_that_compiles_for_twenty_minutes_is_no_hang(alerts: Alerts) -> None:
+    job = Job(2)
+    assert job.run(alerts, 1200, lambda _, v: v.update({"rank0.step": 0.0, "rank1.step": 0.0})) == []
+    assert codes(job.run(alerts, 900, lambda _, v: v.update({"rank0.step": 0.0, "rank1.step": 0.0}))) == [
+        ("hang", "raised")
+    ]
+
+
+def test_long_steps_are_no_hang(alerts: Alerts) -> None:
+    assert Job(1, step_s=400.0).run(alerts, 6 * 3600, dt=5.0) == []
+
+
+def test_a_sampler_that_was_held_up_does_not_make_a_hang(alerts: Alerts) -> None:
+    job = Job(2)
+    found = job.run(alerts, 600)
+    job.now += 3000
+    assert found + job.run(alerts, 60) == []
+
+
+def test_xids_are_told_once_each_and_by_their_kind(alerts: Alerts) -> None:
+    job = Job(2)
+    job.run(alerts, 20)
+    first = alerts.event("xid", "GPU-1", T0, 20.0, xid=79)
+    assert [(a.code, a.severity, a.uuid, a.rank, a.value) for a in first] == [("xid", "critical", "GPU-1", 1, 79.0)]
+    assert [alerts.event("xid", "GPU-1", T0, 20.0 + i, xid=79) for i in range(300)] == [[]] * 300
+    assert alerts.event("xid", "GPU-1", T0, 700.0, xid=79)[0].held_back == 300
+    assert alerts.event("xid", "GPU-0", T0, 701.0, xid=31)[0].severity == "warning"
+    assert alerts.event("xid", "GPU-9", T0, 702.0, xid=999)[0].rank is None
+
+
+def test_xids_can_be_turned_off_and_a_lost_gpu_cannot() -> None:
+    alerts = Alerts(AlertsSpec(xid=False), "n1")
+    Job(1).run(alerts, 20)
+    assert alerts.event("xid", "GPU-0", T0, 20.0, xid=79) == []
+    assert codes(alerts.event("gpu_lost", "GPU-0", T0, 21.0)) == [("gpu_lost", "raised")]
+
+
+def test_a_gpu_that_is_lost_and_comes_back(alerts: Alerts) -> None:
+    Job(1).run(alerts, 20)
+    assert codes(alerts.event("gpu_lost", "GPU-0", T0, 20.0)) == [("gpu_lost", "raised")]
+    assert alerts.event("gpu_lost", "GPU-0", T0, 25.0) == []
+    alerts.event("gpu_back", "GPU-0", T0, 30.0)
+    assert codes(alerts.event("gpu_back", "GPU-0", T0, 95.0)) == [("gpu_lost", "cleared")]
+
+
+def test_memory_errors_are_counted_from_the_start_of_the_job(alerts: Alerts) -> None:
+    job = Job(2)
+    assert job.run(alerts, 60) == []
+    found = job.run(alerts, 60, lambda _, v: v.update({"gpu1.ecc_uncorrected": 5.0}))
+    assert [(a.code, a.uuid, a.value) for a in found] == [("ecc_uncorrected", "GPU-1", 2.0)]
+    found = job.run(alerts, 60, lambda _, v: v.update({"gpu1.ecc_uncorrected": 5.0, "gpu0.remap_failed": 1.0}))
+    assert [(a.code, a.uuid) for a in found] == [("remap_failed", "GPU-0")]
+
+
+def test_a_limit_of_0_turns_a_rule_off() -> None:
+    spec = AlertsSpec(idle_min=0, slowdown=0, memory=0, straggler=0, throttle_min=0, xid=False, hang_min=0)
+    job, alerts = Job(4), Alerts(spec, "n1")
+    job.run(alerts, 1000)
+    stuck = {f"rank{r}.step": float(int(job.done)) for r in range(4)}
+
+    def all_wrong(_: float, v: dict[str, float]) -> None:
+        v |= stuck | {"gpu0.utilization": 0.0, "gpu1.memory_used_bytes": 80.0 * GIB, "gpu2.sm_clock_mhz": 300.0}
+        v |= {"gpu3.throttle_thermal": 1.0, "gpu3.ecc_uncorrected": 99.0}
+
+    assert job.run(alerts, 2000, all_wrong) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_snapshot_holds_nothing_is_raised(seed: int) -> None:
+    """Values of broken drivers, columns that are missing, GPUs and ranks that come and go, clocks that step back."""
+    rng = random.Random(seed)
+    alerts = Alerts(AlertsSpec(idle_min=0.1, throttle_min=0.1), "n1")
+    job = Job(4, seed=seed)
+    odd = [NAN, math.inf, -math.inf, -1.0, 0.0, 1e30, 1e-320, 2.5]
+    mono, seen = 0.0, 0
+    for _ in range(3000):
+        values = {k: rng.choice(odd) if rng.random() < 0.2 else v for k, v in job.tick().items() if rng.random() > 0.1}
+        gpus = job.gpus if rng.random() < 0.8 else rng.sample(job.gpus, rng.randrange(5))
+        ranks = job.ranks if rng.random() < 0.9 else rng.sample(range(6), rng.randrange(4))
+        mono += rng.choice([1.0, 1.0, 1.0, 1.0, 0.0, -50.0, 500.0, 0.001])
+        seen += len(alerts.observe(Snapshot(T0 + rng.uniform(-1e6, 1e6), mono, "n1", gpus, ranks, values)))
+        alerts.event(
+            rng.choice(["xid", "ecc", "gpu_lost", "gpu_back", "?"]),
+            f"GPU-{rng.randrange(6)}",
+            T0,
+            mono,
+            xid=rng.choice([None, 79]),
+        )
+    assert seen < 3000
+
+
+def test_every_column_that_the_rules_read_is_one_that_is_recorded() -> None:
+    asked: set[str] = set()
+
+    class Values(dict[str, float]):
+        def get(self, key: str, default: float | None = None) -> float | None:  # type: ignore[override]
+            asked.add(key)
+            return super().get(key, default)
+
+    job, alerts = Job(2), Alerts(AlertsSpec(), "n1")
+    for _ in range(60):
+        alerts.observe(job.snapshot(Values(job.tick())))
+    assert len(asked) > 15
+    assert asked <= set(fields.columns(2, [0, 1], fields.FAST)) | set(fields.columns(2, [0, 1], fields.SLOW))
