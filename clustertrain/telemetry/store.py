@@ -153,7 +153,7 @@ class _Pending:
 
     def __init__(self, pace: Pace, columns: list[str]) -> None:
         self.pace, self.columns = pace, columns
-        self.scale = np.array([10.0 ** fields.decimals(c) for c in columns])
+        self.scale = np.array([fields.scale(c) for c in columns])
         self.d: list[float] = []
         self.rows: list[Column] = []
         self.bucket_d: list[float] = []
@@ -268,7 +268,7 @@ class _Open:
             self._minutes = []
 
     def _keep(self, step: int, buckets: Buckets) -> None:
-        self._records[step].append(rollup.to_records(buckets))
+        self._records[step].append(rollup.to_records(buckets).tobytes())
         del self._records[step][:-_MOST_BUCKETS]
 
     def _sums(self) -> totals.Sums:
