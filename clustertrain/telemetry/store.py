@@ -243,7 +243,7 @@ class _Open:
 
     def _moment(self, d: float) -> float:
         # Never before the bucket that is open: what the roll-ups have must be what lies before it.
-        d = max(round(d, 3), float(self._bucket * LEVELS[0]))
+        d = max(round(float(d), 3), float(self._bucket * LEVELS[0]))
         self.newest_d = max(d, self.newest_d)
         return d
 
