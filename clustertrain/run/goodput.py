@@ -147,7 +147,7 @@ class _Told:
         """When it began."""
         event = next(events.named(self._log, "first_step"), None)
         if event is not None:
-            return float(event.get("t_begin", event["t"]))
+            return float(event["t_begin"] if "t_begin" in event else event["t"])
         row = next(iter(rows.first(self._rows)), {})  # a full disk took the event
         t, step_s = row.get("t"), row.get("step_s", 0.0)
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None

@@ -401,6 +401,7 @@ class Session:
                 self._leave(resumable=self._keeping.kept)
             if self.step >= total:
                 self._finished = True
+                self._marks.enter(beat.SHUTDOWN)
                 return
             yield from self._one_step(first, total)
 

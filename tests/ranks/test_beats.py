@@ -1,0 +1,152 @@
+"""What ranks say of themselves while they run, as their node's agent reads it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+from rank_pool import SEQ_LEN, Ranks, make_run
+
+from clustertrain import clock, fsio, settings
+from clustertrain.run import attempts, beat, goodput
+from clustertrain.run.beat import PHASES, Beat, Reader
+from clustertrain.run.folder import RunDir
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.ranks
+
+# Long enough in each phase to be seen by who looks some fifty times a second.
+SCRIPT = """
+import time
+import clustertrain as ct
+
+class Slow:
+    def state_dict(self):
+        time.sleep(0.5)
+        return {}
+
+    def load_state_dict(self, state):
+        time.sleep(0.5)
+
+with ct.session() as s:
+    s.tokens_per_step = 100
+    time.sleep(0.5)
+    for step in s.steps(total=8, state={"slow": Slow()}, checkpoint_every=5):
+        time.sleep(0.1)
+        if step == 2:
+            with s.evaluation():
+                time.sleep(0.5)
+    time.sleep(0.5)
+"""
+
+
+def watch(run: Run) -> dict[int, list[Beat]]:
+    """All beats of both ranks that could be seen until the run's end."""
+    seen: dict[int, list[Beat]] = defaultdict(list)
+    readers: dict[str, Reader] = {}
+
+    def look() -> bool:
+        if not readers:
+            for p in psutil.process_iter():
+                try:
+                    environ = p.environ()
+                except psutil.Error:
+                    continue
+                if environ.get(settings.RUN_DIR) == str(run.path) and settings.RANK_DIR in environ:
+                    readers[""] = Reader(Path(environ[settings.RANK_DIR]), [0, 1])
+                    break
+        for reader in readers.values():
+            for rank, one in reader.read().items():
+                seen[rank].append(one)
+        return len(seen) == 2 and all(beats[-1].step == 8 and beats[-1].phase == beat.IDLE for beats in seen.values())
+
+    clock.wait_until(lambda: look() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.02)
+    return seen
+
+
+def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env["CLUSTERTRAIN_HOME"] = str(tmp_path / "home")
+    script = tmp_path / "slow.py"
+    script.write_text(SCRIPT)
+    run = runs.submit(
+        env, "--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp", str(script)
+    )
+    try:
+        seen = watch(run)
+        assert sorted(seen) == [0, 1], run.explain()
+        for rank, beats in seen.items():
+            phases = [PHASES[code] for code, _ in itertools.groupby(b.phase for b in beats)]
+            phases = [p for p in phases if p not in ("idle", "restore")]  # too short to be seen for certain
+            wanted = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
+            assert phases == wanted, (rank, phases)
+            steps = [b.step for b in beats]
+            assert steps == sorted(steps) and len(set(steps)) >= 6
+            assert {b.tokens - 50.0 * b.step for b in beats} == {0.0}  # half of each step's
+            assert len({b.pid for b in beats}) == 1 and all(math.isnan(b.forward_s) for b in beats)
+            assert all(0 < b.t <= clock.monotonic() for b in beats if b.step)
+        run.complete()
+        book = goodput.ledger(RunDir(run.path), attempts.read_all(RunDir(run.path)), clock.now(), True)
+        assert math.fsum(getattr(book, part) for part in goodput.PARTS) == pytest.approx(book.wall_s, abs=1e-6)
+        assert book.evaluation_s >= 0.5 and book.checkpoint_stall_s >= 1.0 and book.productive_s >= 0.8
+        assert book.lost_s == book.repeated_s == 0.0
+    finally:
+        run.call("cancel", run.id, check=False)
+        run.wait_until_final()
+
+
+def killed_at(step: int, only_rank: int) -> None:
+    """Setup: a rank is killed while it does its step ``step``."""
+    from clustertrain.train.session import Session
+
+    original = Session.log
+
+    def log(self: Session, **scalars: float) -> None:
+        original(self, **scalars)
+        if self.step == step and self.rank == only_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Session.log = log  # type: ignore[assignment,method-assign]
+
+
+def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "ddp", 2, steps=40, every=100)
+    ranks = Ranks(run, 2, setup=killed_at, args=(17, 1))
+    assert ranks.wait()[1] == -signal.SIGKILL, ranks.logs()
+    beats = Reader(ranks.rank_dir, [0, 1]).read()
+    dead = beats[1]
+    assert (dead.step, PHASES[dead.phase], dead.pid) == (17, "train", ranks.processes[1].pid)
+    assert dead.tokens == 17 * 16 * SEQ_LEN / 2
+    # The forward pass of data parallel waits for nobody, so it is timed; as is the wait for the loader.
+    assert dead.forward_s > 0 and dead.data_wait_s > 0
+    assert beats[0].phase == beat.IDLE  # it has left in order
+
+
+@pytest.mark.parametrize(("strategy", "alone"), [("ddp", True), ("fsdp", False)])
+def test_rows_and_events_have_what_places_them_on_one_timeline(tmp_path: Path, strategy: str, alone: bool) -> None:
+    run = make_run(tmp_path / "run", strategy, 2, steps=6, every=3)
+    ranks = Ranks(run, 2).expect(0)
+    rows = list(fsio.read_lines(run.metrics_of(1)))
+    assert [r["step"] for r in rows] == [*range(1, 7)]
+    assert [r["sum_tokens"] for r in rows] == [16 * SEQ_LEN * n for n in range(1, 7)]
+    for key in ("step_s", "data_wait_s"):
+        for total, row in zip(itertools.accumulate(r[key] for r in rows), rows, strict=True):
+            assert row[f"sum_{key}"] == pytest.approx(total, abs=1e-5)
+    assert all({"loss", "grad_norm", "lr"} <= row.keys() for row in rows)
+    begun = [ranks.events(n)[0]["t_begin"] for n in ("session_started", "first_step", "checkpoint", "session_ended")]
+    assert begun == sorted(begun)
+    assert begun[1] <= rows[0]["t"] - rows[0]["step_s"] + 0.01
+    saves = ranks.events("checkpoint")
+    assert [e["step"] for e in saves] == [3, 6]
+    assert rows[2]["t"] <= saves[0]["t_begin"] and saves[0]["t_begin"] + saves[0]["save_s"] <= saves[0]["t"] + 0.01
+    ended = ranks.events("session_ended")[0]
+    assert (ended["step"], ended["ending"]) == (6, "completed")
+    forward = [b.forward_s for b in Reader(ranks.rank_dir, [0, 1]).read().values()]
+    assert [not math.isnan(s) for s in forward] == [alone, alone]
