@@ -1,0 +1,274 @@
+"""Where alerts go, with a real server and real commands, and all the ways in which these fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry import notify
+from clustertrain.telemetry.alert import Alert
+from clustertrain.telemetry.notify import Notifier
+
+SECRET = "T000/B000/very-secret"
+LOST = Alert(
+    t=1.79e9, code="gpu_lost", severity="critical", text="GPU 3 of n1 does not answer any more", node="n1", uuid="GPU-3",
+    rank=3, fix="leave <n1> out",
+)  # fmt: skip
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with ``codes`` in turn, the last one for ever; 0: not at all."""
+
+    daemon_threads = True
+
+    def __init__(self, *codes: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.codes = list(codes)
+        self.got: list[tuple[str, dict[str, str], Any]] = []
+        self.closing = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{SECRET}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append((self.path, dict(self.headers), json.loads(body)))
+        code = self.server.codes.pop(0) if len(self.server.codes) > 1 else self.server.codes[0]
+        if not code:
+            self.server.closing.wait(30)
+            return
+        self.send_response(code)
+        if 300 <= code < 400:
+            self.send_header("Location", "file:///etc/passwd")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(*getattr(request, "param", (200,)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server
+    server.closing.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Events(list[dict[str, Any]]):
+    def __call__(self, name: str, **fields: Any) -> None:
+        self.append({"event": name, **fields})
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self if e["event"] == name]
+
+    def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        assert clock.wait_until(lambda: len(self.named(name)) >= count, 20, 0.01), self
+        return self.named(name)
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "PAUSE_S", 0.01)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def notifier(events: Events, **spec: Any) -> Notifier:
+    return Notifier(AlertsSpec(**spec), events, run="gpt-abc234", job_id="4711")
+
+
+def test_without_a_command_or_webhook_it_is_an_event_and_a_line(
+    events: Events, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = notifier(events)
+    it.send([LOST])
+    assert it.stop()
+    (event,) = events
+    assert event == {
+        "event": "alert", "code": "gpu_lost", "severity": "critical", "text": LOST.text, "fix": LOST.fix, "node": "n1",
+        "uuid": "GPU-3", "rank": 3, "state": "raised", "held_back": 0,
+    }  # fmt: skip
+    assert capsys.readouterr().err == f"clustertrain agent: critical: {LOST.text}\n"
+    assert not [t for t in threading.enumerate() if t.name == "alerts"]
+
+
+def test_a_webhook_gets_json_with_a_text(events: Events, server: Server) -> None:
+    it = notifier(events, webhook=server.url)
+    it.send([LOST])
+    assert clock.wait_until(lambda: bool(server.got), 20, 0.01)
+    it.stop()
+    path, headers, body = server.got[0]
+    assert path == f"/{SECRET}"
+    assert headers["Content-Type"].startswith("application/json")
+    assert body["text"] == f"gpt-abc234: critical: {LOST.text}\nfix: leave &lt;n1&gt; out"
+    assert (body["run"], body["job_id"], body["code"], body["rank"]) == ("gpt-abc234", "4711", "gpu_lost", 3)
+    assert events.named("alert_not_delivered") == []
+
+
+@pytest.mark.parametrize("server", [(503, 200), (429, 200)], indirect=True, ids=str)
+def test_it_tries_once_more(events: Events, server: Server) -> None:
+    it = notifier(events, webhook=server.url)
+    it.send([LOST])
+    assert clock.wait_until(lambda: len(server.got) == 2, 20, 0.01)
+    it.stop()
+    assert events.named("alert_not_delivered") == []
+
+
+@pytest.mark.parametrize(
+    ("server", "tries", "word"), [((500,), 2, "500"), ((404,), 1, "404"), ((302,), 1, "redirect")], indirect=["server"]
+)
+def test_what_a_server_refuses_is_one_event_without_the_secret(
+    events: Events, server: Server, tries: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = notifier(events, webhook=server.url)
+    it.send([LOST])
+    (failed,) = events.wait_for("alert_not_delivered")
+    it.send([LOST])
+    assert clock.wait_until(lambda: len(server.got) == 2 * tries, 20, 0.01)
+    it.stop()
+    assert word in failed["reason"]
+    assert (failed["way"], failed["to"]) == ("webhook", "http://127.0.0.1/…")
+    assert len(events.named("alert_not_delivered")) == 1
+    assert "secret" not in json.dumps(events) + capsys.readouterr().err
+
+
+def test_nobody_listens(events: Events) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    it = notifier(events, webhook=f"http://me:pass@127.0.0.1:{port}/{SECRET}")
+    it.send([LOST])
+    (failed,) = events.wait_for("alert_not_delivered")
+    it.stop()
+    assert "refused" in failed["reason"]
+    assert "pass" not in json.dumps(failed) and "secret" not in json.dumps(failed)
+
+
+def test_a_name_that_does_not_exist_or_is_broken(events: Events) -> None:
+    for url in ("http://no-such-host.invalid/secret", "http://127.0.0.1:99999/secret", "http://[::1/secret"):
+        with pytest.raises((notify._NotDelivered, ValueError)) as e:
+            notify.post(url, b"{}", 5.0)
+        assert "secret" not in str(e.value)
+
+
+def test_a_login_in_the_url_is_sent_as_one(events: Events, server: Server) -> None:
+    notify.post(server.url.replace("http://", "http://me:p%40ss@"), b"{}")
+    assert server.got[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
+
+
+@pytest.mark.parametrize("server", [(0,)], indirect=True)
+def test_a_server_that_never_answers(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify.post, "__defaults__", (0.2,))
+    it = notifier(events, webhook=server.url)
+    it.send([LOST])
+    assert events.wait_for("alert_not_delivered")[0]["reason"] == "no answer in 0.2 s"
+    assert it.stop()
+
+
+@pytest.mark.parametrize("server", [(0,)], indirect=True)
+def test_more_than_the_queue_holds_is_dropped_and_stopping_does_not_wait(
+    events: Events, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "STOP_S", 0.05)
+    it = notifier(events, webhook=server.url)
+    it.send([LOST])
+    assert clock.wait_until(lambda: bool(server.got), 20, 0.01)
+    it.send([LOST] * (notify.WAITING + 10))
+    assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
+    assert len(events.named("alert")) == notify.WAITING + 11
+    assert not it.stop()  # the thread hangs in the server, and nobody waits for it
+
+
+def test_a_command_gets_the_alert_on_its_input(events: Events, tmp_path: Path) -> None:
+    out = tmp_path / "a file; with $odd 'signs'"
+    program = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
+    it = notifier(events, command=[sys.executable, "-c", program, str(out)])
+    it.send([LOST])
+    assert clock.wait_until(lambda: out.exists() and out.read_text().endswith("\n"), 20, 0.01)
+    it.stop()
+    assert json.loads(out.read_text())["message"] == LOST.text
+    assert events.named("alert_not_delivered") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["no-such-program-at-all"], "No such file"),
+        ([sys.executable, "-c", "import sys; sys.exit('it broke')"], "exit code 1: it broke"),
+        (["/"], "denied"),
+    ],
+    ids=["missing", "fails", "a-folder"],
+)
+def test_a_command_that_fails_is_one_event(events: Events, command: list[str], reason: str) -> None:
+    it = notifier(events, command=command)
+    it.send([LOST, LOST])
+    (failed,) = events.wait_for("alert_not_delivered")
+    assert clock.wait_until(lambda: it._queue.empty(), 20, 0.01)
+    it.stop()
+    assert reason in failed["reason"]
+    assert failed["to"] == command[0]
+    assert len(events.named("alert_not_delivered")) == 1
+
+
+def test_a_command_that_does_not_end_is_killed_with_what_it_started(
+    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_S", 0.5)
+    it = notifier(events, command=["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait"])
+    it.send([LOST])
+    assert "did not end in 0.5 s" in events.wait_for("alert_not_delivered")[0]["reason"]
+    it.stop()
+    _gone(int((tmp_path / "pid").read_text()))
+
+
+def test_no_command_outlives_the_word_to_be_quiet(events: Events, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    it = notifier(events, command=["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
+    it.send([LOST])
+    assert clock.wait_until(lambda: pid.exists() and bool(pid.read_text()), 20, 0.01)
+    it.quiet()
+    it.send([LOST])
+    assert it.stop()
+    _gone(int(pid.read_text()))
+    assert len(events.named("alert")) == 2
+    assert events.named("alert_not_delivered") == []
+
+
+def _gone(pid: int) -> None:
+    def ended() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    assert clock.wait_until(ended, 20, 0.01)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "hooks.example.org/x", "https://"])
+def test_what_is_no_webhook_is_refused_in_the_recipe(url: str) -> None:
+    with pytest.raises(ValueError, match="webhook"):
+        AlertsSpec(webhook=url)
