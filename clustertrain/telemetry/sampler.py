@@ -17,6 +17,7 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.telemetry import allocation
+from clustertrain.telemetry.fields import FAST
 from clustertrain.telemetry.host import HostReader, ProcessTree
 from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.reading import Backoff, GpuReader
@@ -181,7 +182,7 @@ class Sampler:
 
     def _sample(self, host: HostReader) -> None:
         at = round(self._elapsed(), 3)
-        gpus = [reader.read() for reader in self._readers]
+        gpus = [reader.read(FAST) for reader in self._readers]
         machine = host.read()
         self._tell(at, None, host.reasons)
         for number, reader in enumerate(self._readers):
