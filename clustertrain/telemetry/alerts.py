@@ -315,14 +315,11 @@ def _finding(
 
 def _xid(number: int, where: str, node: str, uuid: str, rank: int | None) -> Finding:
     xid = xids.of(number)
-    fix = f"tell the administrators; {leave_out(node)}"
-    if xid.program:
-        fix = "as a rule a bug of the program: see `clustertrain logs`" + ("" if rank is None else f" --rank {rank}")
     return Finding(
         code="xid",
-        severity=WARNING if xid.program else CRITICAL,
-        text=f"the driver reported XID {number} of {where}: {xid.text}",
-        fix=fix,
+        severity=xid.severity,
+        text=f"the driver reported XID {number} of {where} ({xid.name}): {xid.meaning}",
+        fix=xids.advice(number, node),
         uuid=uuid,
         rank=rank,
         value=float(number),

@@ -6,16 +6,20 @@ answer; from then on only that one is asked for, so that a counter never changes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import struct
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from clustertrain.telemetry.nvml import Nvml, NvmlError
 
 _DEVICE = 0
 _ALL_LINKS = 0xFFFFFFFF  # as the scope of a figure of NVLinks: the sum over all of them
+# nvmlFieldValue_t: the number, its scope, two times that are not used, nvmlValueType_t, nvmlReturn_t, 8 bytes of value
+_FIELD = struct.Struct("=II16xiI8s")
+_VALUES = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
 _U32 = 1
-# nvmlValueType_t, as the member of nvmlValue_t that holds the value.
-_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 class Source(NamedTuple):
@@ -45,18 +49,27 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
 }
 
 
+class Question(NamedTuple):
+    """What NVML is asked for several figures at once, and the memory in which it answers."""
+
+    names: tuple[str, ...]
+    sources: tuple[tuple[Source, ...], ...]  # of each name those that are tried
+    length: int
+    memory: ctypes.Array[ctypes.c_char]
+
+
 class FieldValues:
     """The figures of one device."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
         self._known: dict[str, Source] = {}
-        self._asked: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        self._questions: dict[tuple[str, ...], Question] = {}
 
     def forget(self) -> None:
         """The device has come back, perhaps as another one."""
         self._known.clear()
-        self._asked.clear()
+        self._questions.clear()
 
     def read(self, handle: Any, names: tuple[str, ...]) -> dict[str, float | NvmlError]:
         """Of each name the value, or why there is none.
@@ -64,37 +77,38 @@ class FieldValues:
         Raises:
             NvmlError: the call as a whole failed.
         """
-        asked = self._asked.get(names)
-        if asked is None:
-            asked = self._asked[names] = [(i, s.scope) for n in names for s in self._sources(n) for i in s.ids]
-        values = self._nvml.call("nvmlDeviceGetFieldValues", handle, asked)
-        found: dict[str, float | NvmlError] = {}
-        at = 0
-        for name in names:
-            sources = self._sources(name)
-            count = sum(len(s.ids) for s in sources)
-            found[name] = self._choose(name, sources, values[at : at + count])
-            at += count
-        return found
+        question = self._questions.get(names) or self._ask(names)
+        code = self._nvml.function("nvmlDeviceGetFieldValues")(handle, question.length, question.memory)
+        if code:
+            raise self._nvml.error(code)
+        answers = _FIELD.iter_unpack(question.memory)
+        return {
+            name: self._choose(name, [(s, list(islice(answers, len(s.ids)))) for s in sources])
+            for name, sources in zip(names, question.sources, strict=True)
+        }
 
-    def _sources(self, name: str) -> tuple[Source, ...]:
-        known = self._known.get(name)
-        return SOURCES[name] if known is None else (known,)
+    def _ask(self, names: tuple[str, ...]) -> Question:
+        sources = tuple((self._known[n],) if n in self._known else SOURCES[n] for n in names)
+        asked = [(number, s.scope) for each in sources for s in each for number in s.ids]
+        memory = ctypes.create_string_buffer(_FIELD.size * len(asked))
+        for i, (number, scope) in enumerate(asked):
+            _FIELD.pack_into(memory, i * _FIELD.size, number, scope, 0, 0, b"")
+        question = self._questions[names] = Question(names, sources, len(asked), memory)
+        return question
 
-    def _choose(self, name: str, sources: tuple[Source, ...], values: Sequence[Any]) -> float | NvmlError:
-        at, why = 0, None
-        for source in sources:
-            answers = values[at : at + len(source.ids)]
-            at += len(source.ids)
-            good = [(i, v) for i, v in zip(source.ids, answers, strict=True) if v.nvmlReturn == 0]
-            if len(good) < len(answers) and (not good or name in self._known):
-                bad = next(v for v in answers if v.nvmlReturn)
-                why = why or self._nvml.error(bad.nvmlReturn)
+    def _choose(self, name: str, tried: list[tuple[Source, list[Any]]]) -> float | NvmlError:
+        why = None
+        for source, answers in tried:
+            failed = [code for _, _, _, code, _ in answers if code]
+            if failed and (len(failed) == len(answers) or name in self._known):
+                why = why or self._nvml.error(failed[0])
                 continue
-            if source.wide and any(v.valueType == _U32 for _, v in good):
+            good = [(number, kind, raw) for number, _, kind, code, raw in answers if not code]
+            if source.wide and good[0][1] == _U32:
                 return NvmlError("NOT_SUPPORTED", "the driver counts it in 32 bits, which overflow within a second")
             if name not in self._known:
-                self._known[name] = source._replace(ids=tuple(i for i, _ in good))
-                self._asked.clear()
-            return source.scale * float(sum(getattr(v.value, _MEMBERS[v.valueType]) for _, v in good))
+                self._known[name] = source._replace(ids=tuple(number for number, _, _ in good))
+                self._questions.clear()
+            total: float = sum(_VALUES[kind].unpack(raw)[0] for _, kind, raw in good)
+            return source.scale * total
         return why or NvmlError("NOT_SUPPORTED")

@@ -7,6 +7,8 @@ cover the whole time, and not a slice of it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from clustertrain import clock
 from clustertrain.telemetry.nvml import Nvml, NvmlError
 
 SHORTEST_S = 0.1  # below it the counters have nothing new, and the means are wrong (NVIDIA/DCGM#310)
+_METRIC = struct.Struct("=IId")  # nvmlGpmMetric_t begins with the number, nvmlReturn_t and the value
 _ROUNDING = 1.02  # how far above the whole a share may come out
 
 # nvmlGpmMetricId_t; NVML's are per cent.
@@ -46,7 +49,7 @@ class RollingPair:
         self._now = now
         self._supported = False
         self._samples: list[Any] = []  # the older one, and the one to be filled
-        self._question: Any = None
+        self._question: tuple[Any, int, int] | None = None
         self._at: float | None = None
         self._values: dict[str, float | NvmlError] = {}
 
@@ -98,22 +101,31 @@ class RollingPair:
             self._samples.append(self._nvml.call("nvmlGpmSampleAlloc"))
 
     def _between(self, older: Any, newer: Any) -> dict[str, float | NvmlError]:
-        ask = self._question
-        if ask is None:
-            ask = self._question = self._nvml.lib.c_nvmlGpmMetricsGet_t()
-            ask.version = self._nvml.lib.NVML_GPM_METRICS_GET_VERSION
-            ask.numMetrics = len(self._metrics)
-            for i, number in enumerate(self._metrics.values()):
-                ask.metrics[i].metricId = number
-        ask.sample1, ask.sample2 = older, newer
-        self._nvml.call("nvmlGpmMetricsGet", ask)
+        if self._question is None:
+            self._question = self._ask()
+        question, at, step = self._question
+        question.sample1, question.sample2 = older, newer
+        code = self._nvml.function("nvmlGpmMetricsGet")(ctypes.byref(question))
+        if code:
+            raise self._nvml.error(code)
         found: dict[str, float | NvmlError] = {}
-        for i, name in enumerate(self._metrics):
-            answer = ask.metrics[i]
-            share = answer.value / 100
-            found[name] = self._nvml.error(answer.nvmlReturn) if answer.nvmlReturn else _whole(share)
+        for name in self._metrics:
+            _, code, percent = _METRIC.unpack_from(question, at)
+            found[name] = self._nvml.error(code) if code else _share(percent)
+            at += step
         return found
 
+    def _ask(self) -> tuple[Any, int, int]:
+        """NVML's structure, with the metrics in it, where they begin and how long each is."""
+        lib = self._nvml.lib
+        question = lib.c_nvmlGpmMetricsGet_t()
+        question.version = lib.NVML_GPM_METRICS_GET_VERSION
+        question.numMetrics = len(self._metrics)
+        for i, number in enumerate(self._metrics.values()):
+            question.metrics[i].metricId = number
+        return question, lib.c_nvmlGpmMetricsGet_t.metrics.offset, ctypes.sizeof(lib.c_nvmlGpmMetric_t)
 
-def _whole(share: float) -> float:
+
+def _share(percent: float) -> float:
+    share = percent / 100
     return 1.0 if 1.0 < share <= _ROUNDING else share

@@ -18,9 +18,10 @@ from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
 Values = Mapping[str, float | NvmlError]
 # Nothing of another kind is a reason to try the older call.
 _MISSING = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT", "ARGUMENT_VERSION_MISMATCH")
-# nvmlClocksEventReason*. Hardware slowdown is the roof over heat, the power brake and a draw that rises too fast: alone it
-# is the last, or a GPU from before the finer ones.
+# nvmlClocksEventReason*. Hardware slowdown is the roof over heat, the power brake and a draw that rises too fast: alone
+# it is the last, or a GPU from before the finer ones.
 _SW_POWER, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _BOARD_LIMIT = 0x4, 0x8, 0x20, 0x40, 0x80, 0x200
+_COUNTERS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
 
 
@@ -75,10 +76,7 @@ class GpuCalls:
             self._simple("memory_clock_mhz", "nvmlDeviceGetClockInfo", 2),  # NVML_CLOCK_MEM
             Call(("throttle_power", "throttle_thermal", "throttle_hardware"), self._throttling),
             Call(tuple(METRICS), self._activity),
-            Call(
-                ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes"),
-                self._fast_counters,
-            ),
+            Call(_COUNTERS, self._fast_counters),
         )
         slow = (
             Call(("processes",), self._processes),
@@ -157,7 +155,10 @@ class GpuCalls:
             found = dict.fromkeys(wanted, e)
         energy = found.get("energy_j")
         if isinstance(energy, NvmlError) and energy.name in _MISSING:
-            found["energy_j"] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", self._handle()) / 1000
+            try:
+                found["energy_j"] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", self._handle()) / 1000
+            except NvmlError as e:
+                found["energy_j"] = e
         return found
 
     def _slow_fields(self, wanted: tuple[str, ...]) -> Values:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -278,6 +278,20 @@ class Nvml:
             return function(*args)
         except self.lib.NVMLError as e:
             raise self.error(e.value) from e
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The C function itself, which returns a code for :meth:`error`: nvidia-ml-py's structures cost more time than
+        NVML, where there are many.
+
+        Raises:
+            NvmlError: NVML does not have it.
+        """
+        if self.lib is None:
+            raise NvmlError("UNINITIALIZED")
+        try:
+            return cast(Callable[..., int], getattr(self.lib.nvmlLib, name))
+        except AttributeError as e:
+            raise NvmlError("FUNCTION_NOT_FOUND") from e
 
     def error(self, code: int) -> NvmlError:
         """NVML's return code in words, where it comes inside an answer."""

@@ -109,6 +109,8 @@ class GpuReader:
             value = values[field]
             if isinstance(value, NvmlError):
                 self._failed(field, value, now)
+                if self.lost is not None:
+                    return
             elif not 0 <= value <= _CEILING[field]:
                 self._failed(field, NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}"), now)
             else:

@@ -20,8 +20,9 @@ from clustertrain import clock
 from clustertrain.run import beat
 from clustertrain.telemetry import allocation, fields
 from clustertrain.telemetry.gpu_events import GpuEvents
-from clustertrain.telemetry.host import HostReader, ProcessTree, RankProcesses, allocated
+from clustertrain.telemetry.host import HostReader
 from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
+from clustertrain.telemetry.processes import JobProcesses
 from clustertrain.telemetry.reading import Backoff, GpuReader
 from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.store import GpuFacts, Header, Writer
@@ -84,7 +85,6 @@ class Sampler:
         self._beats_in = beats
         self._ranks: list[int] = []
         self._beats: beat.Reader | None = None
-        self._ranks_processes = RankProcesses()
         self._observers = list(observers)
         self._writer = Writer(folder)
         self._nvml = Nvml()
@@ -135,7 +135,7 @@ class Sampler:
             self._event("telemetry_failed", reason=reason)
         finally:
             self._ready.set()
-            self._close_nvml()
+            self._nvml.close()
             try:
                 self._writer.close()
             except OSError as e:
@@ -146,7 +146,7 @@ class Sampler:
             self._writer.end(self._elapsed(), reason)
 
     def _loop(self) -> None:
-        host, tree = HostReader(), ProcessTree(os.getpid())
+        host, processes = HostReader(), JobProcesses(os.getpid())
         self._open(host)
         self._ready.set()
         every = self._intervals
@@ -158,7 +158,7 @@ class Sampler:
             self._fast(beats)
             now = clock.monotonic()
             if now >= next_slow:
-                self._slow(host, tree, beats)
+                self._slow(host, processes, beats)
                 next_slow = now + every.slow_s
             if now >= next_flush:
                 self._flush()
@@ -190,14 +190,14 @@ class Sampler:
         self._facts = [self._facts_of(i, d) for i, d in enumerate(found.devices)]
         self.gpus = [msgspec.to_builtins(f) for f in self._facts]
         self._readers = [GpuReader(self._nvml, d) for d in found.devices]
-        self._events = GpuEvents(self._nvml, found.devices) if found.devices else None
+        self._listen()
         self._told_of.clear()
         self._begin = clock.monotonic()
         self._begin_segment(host, driver, found.how)
 
     def _begin_segment(self, host: HostReader, driver: str | None, how: str | None) -> None:
         machine = host.facts()
-        cpus, memory_bytes = allocated(self._environ)
+        share = allocation.of_host(self._environ)
         fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
         self._values = dict.fromkeys([*fast, *slow], NAN)
@@ -214,9 +214,9 @@ class Sampler:
                 driver=driver,
                 allocation=how,
                 cpu_count=machine.cpu_count,
-                cpu_allocated=cpus,
+                cpu_allocated=share.cpus,
                 memory_total_bytes=machine.memory_total_bytes,
-                memory_allocated_bytes=memory_bytes,
+                memory_allocated_bytes=share.memory_bytes,
                 fast=fast,
                 slow=slow,
             )
@@ -237,15 +237,16 @@ class Sampler:
             for event in self._events.poll():
                 self._event("gpu_event", **msgspec.to_builtins(event))
 
-    def _slow(self, host: HostReader, tree: ProcessTree, beats: Mapping[int, beat.Beat]) -> None:
+    def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()
         row = [*self._gpu_values(fields.SLOW), *map(_float, host.read())]
         self._tell(at, "host", host.reasons)
-        figures = tree.read()
-        row += [NAN] * 3 if figures is None else [figures.rss_bytes, figures.cpu_s, figures.count]
-        of_ranks = self._ranks_processes.read({rank: b.pid for rank, b in beats.items()})
+        found = processes.read({rank: b.pid for rank, b in beats.items()})
+        job = None if found is None else found.job
+        row += [NAN] * 3 if job is None else [job.memory_bytes, job.cpu_s, job.processes]
         for rank in self._ranks:
-            row += of_ranks.get(rank, (NAN, NAN))
+            figures = None if found is None else found.ranks.get(rank)
+            row += [NAN] * 2 if figures is None else [figures.memory_bytes, figures.cpu_s]
         self._put(fields.SLOW, at, row)
 
     def _gpu_values(self, pace: fields.Pace) -> list[float]:
@@ -303,14 +304,14 @@ class Sampler:
                 self._open_late(host)
         elif any(r.session_dead for r in self._readers) and self._nvml_retry.due(now):
             self._nvml_retry.failed(now)
-            self._close_nvml()
+            self._nvml.close()
             try:
                 self._nvml.open()
             except NvmlError:
                 return  # each field goes on telling its reason
             for reader in self._readers:
                 reader.reopened()
-            self._events = GpuEvents(self._nvml, [r.device for r in self._readers])
+            self._listen()
 
     def _open_late(self, host: HostReader) -> None:
         try:
@@ -323,11 +324,12 @@ class Sampler:
         self._writer.end(self._elapsed())
         self._open(host)
 
-    def _close_nvml(self) -> None:
+    def _listen(self) -> None:
+        """To what the driver tells by itself."""
+        devices = [r.device for r in self._readers]
+        self._events = GpuEvents(self._nvml, devices) if devices else None
         if self._events is not None:
-            self._events.close()
-            self._events = None
-        self._nvml.close()
+            self._events.open()
 
     def _flush(self) -> None:
         try:

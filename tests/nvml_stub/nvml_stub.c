@@ -263,8 +263,8 @@ static void synthesise(void) {
         b[SM_CLOCK] = 1980;
         b[GPM] = b[PROCESSES] = 1;
         b[NVLINKS] = b[NVLINKS_ACTIVE] = 18;
-        b[PCIE_TX] = b[PCIE_RX] = t * 1e9;
-        b[NVLINK_TX] = b[NVLINK_RX] = t * 2e10;
+        b[PCIE_TX] = b[PCIE_RX] = (t - 1.7e9) * 1e9;
+        b[NVLINK_TX] = b[NVLINK_RX] = (t - 1.7e9) * 2e10;
     }
 }
 
