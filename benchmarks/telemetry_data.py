@@ -120,7 +120,7 @@ class Node:
             values |= {"remap_pending": 0.0, "remap_failed": 0.0, "nvlinks_active": 18.0, "nvlink_errors": 0.0}
             for name, value in values.items():
                 found[fields.column(f"gpu{i}", name)] = np.full(n, value)
-            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4) * 1.0
+            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4).astype(np.float64)
             found[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
         found["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
         found["host.memory_used_bytes"] = np.rint((210 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096

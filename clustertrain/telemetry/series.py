@@ -174,16 +174,19 @@ class Segment:
     @cached_property
     def _tail(self) -> _Tail:
         """What the totals do not have yet."""
-        tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(c)))) for pace, c in self.header.paces().items()})
+        paces = self.header.paces().items()
+        tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(columns)))) for pace, columns in paces})
         since = 0.0 if self._sums is None else self._sums.d
         if self._blank or (self._sums is not None and self._sums.complete):
             return tail
         with self._guarded("samples"):
             try:
                 records = self._records(since)
-            except FileNotFoundError:
+            except FileNotFoundError:  # compacted, and the totals are damaged; or nothing was written
+                tail.paces = {pace: self._rows(pace, columns, since, math.inf) for pace, columns in paces}
+                tail.reasons = archive.reasons(self.folder)
                 return tail
-            for pace, columns in self.header.paces().items():
+            for pace, columns in paces:
                 tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
             for record in records:
                 if isinstance(record, blocks.Reason) and record.reason is not None:
