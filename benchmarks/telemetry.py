@@ -14,6 +14,7 @@ import argparse
 import gzip
 import io
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -86,7 +87,8 @@ def overhead(folder: Path, seconds: float) -> dict[str, Any]:
 
 def sample(folder: Path, seconds: float) -> dict[str, Any]:
     """Run the sampler in this process and count the processor time of all its threads."""
-    import clustertrain.agent.main  # noqa: F401  (what the agent has anyway)
+    import clustertrain.agent.surroundings
+    import clustertrain.agent.torchrun  # noqa: F401  (what the agent has anyway)
 
     before_mb = _memory_mb("VmRSS")
     from clustertrain.telemetry.sampler import Sampler
@@ -171,11 +173,10 @@ def _parquet(columns: Mapping[str, Any], d: Any) -> int:
 
 
 def _json_lines(d: Any, rows: Any) -> int:
-    """The same digits as ours."""
     out = io.BytesIO()
     with gzip.GzipFile(fileobj=out, mode="wb", mtime=0, compresslevel=6) as f:
-        for at, row in zip(d.tolist(), rows.round(3).tolist(), strict=True):
-            short = [None if v != v else int(v) if v == int(v) else v for v in row]
+        for at, row in zip(d.tolist(), rows.tolist(), strict=True):
+            short = [None if math.isnan(v) else int(v) if v == int(v) else v for v in row]
             f.write(json.dumps([at, short], separators=(",", ":")).encode() + b"\n")
     return out.tell()
 

@@ -54,14 +54,14 @@ def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 
 class Node:
     """What one node records at the moments ``d``, seconds. The sensors' noise is as boards have it: utilization in
     whole per cent with dips at the end of a step, power with the load's slow wander and 2 % of noise, a clock that is
-    constant but for the power limit, counters that are integrals, memory that moves when a phase changes, the XIDs'
-    neighbours (ECC, remaps) constant."""
+    constant but for the power limit, counters that are integrals of noisy rates, memory that moves when a phase changes,
+    no errors."""
 
     def __init__(self, seed: int = 1) -> None:
         self._random = np.random.default_rng(seed)
 
     def rows(self, header: Header, pace: Pace, d: Column) -> Column:
-        """[n, columns of the pace], in the header's order."""
+        """[n, columns of the pace], in the header's order and with the digits that the store keeps."""
         found = {c: np.full(len(d), np.nan) for c in header.columns(pace)}
         saving = (d % _CHECKPOINT_S) > _CHECKPOINT_S - _SAVE_S
         if pace == FAST:
@@ -70,7 +70,9 @@ class Node:
                 self._rank(found, rank, d, saving)
         else:
             self._slow(found, header, d)
-        return np.column_stack([found[c] for c in header.columns(pace)])
+        columns = header.columns(pace)
+        scale = np.array([fields.scale(c) for c in columns])
+        return np.rint(np.column_stack([found[c] for c in columns]) * scale) / scale
 
     def _noise(self, n: int, scale: float) -> Column:
         return self._random.normal(0.0, scale, n)
@@ -172,7 +174,7 @@ def write_segment(folder: Path, of: Header, samples: int, seed: int = 1, flush_s
 
 @dataclass(frozen=True)
 class Values:
-    """What was written, before it was rounded: moments [n] and values [n, columns] of each pace."""
+    """What was written: moments [n] and values [n, columns] of each pace."""
 
     d: Column
     fast: Column
