@@ -54,7 +54,7 @@ def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 
 class Node:
     """What one node records at the moments ``d``, seconds. The sensors' noise is as boards have it: utilization in
     whole per cent with dips at the end of a step, power with the load's slow wander and 2 % of noise, a clock that is
-    constant but for the power limit, counters that are integrals of noisy rates, memory that moves when a phase changes,
+    constant but for the power limit, counters that are integrals of noisy rates, memory that moves with the phase,
     no errors."""
 
     def __init__(self, seed: int = 1) -> None:
