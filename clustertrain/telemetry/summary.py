@@ -186,7 +186,8 @@ class Mark(msgspec.Struct, frozen=True):
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What the watts bought, over the steps that count. ``energy_j`` is of all GPUs and of all time; a step that was
-    repeated costs energy and counts once."""
+    repeated costs energy and counts once. Of what has no tokens, images say, ``samples`` are counted; None for a script
+    that splits its batch itself."""
 
     steps: int
     tokens: float | None
@@ -198,6 +199,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     joules_per_token: float | None
     data_wait_share: float | None  # of the step time of rank 0
     loss: float | None
+    samples: float | None = None
+    samples_per_s: float | None = None  # while training
 
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):

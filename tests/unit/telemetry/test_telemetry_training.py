@@ -1,0 +1,133 @@
+"""What a run's training got for its time and energy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.run import attempts
+from clustertrain.telemetry.summary import GpuSummary, Timeline, TrainingSummary
+from clustertrain.telemetry.training import training_of
+from tests.unit.run.histories import History
+
+TOKENS = 1000
+FLOPS = 6e12  # a step
+
+
+def gpu(name: str | None = "NVIDIA H100 80GB HBM3", parent: str | None = None) -> GpuSummary:
+    empty: dict[str, Any] = dict.fromkeys(
+        ("index", "utilization", "memory_used_gib", "memory_total_gib", "power_w", "energy_j", "energy_source",
+         "temperature_c", "sm_clock_mhz", "memory_clock_mhz")
+    )  # fmt: skip
+    return GpuSummary(
+        node="n1", uuid="GPU-0", name=name, ranks=[0], attempts=[1], samples=0, expected=0, nulls={}, parent=parent,
+        timeline=Timeline(1.0, []), **empty,
+    )  # fmt: skip
+
+
+def plan(history: History, *, tokens: int = TOKENS, flops: float | None = FLOPS, ranks: int = 2) -> None:
+    batch = {"global_batch": 10, "micro_batch": 5, "grad_accum": 1, "tokens_per_step": tokens}
+    fsio.write_json(
+        history.run.plan,
+        {"device": "cuda", "world_size": ranks, "batch": batch, "time": {"flops_per_step": flops}},
+    )
+
+
+def train(history: History, n: int, first: int, last: int, seconds: float, *, ranks: int = 2, **more: Any) -> None:
+    told = history.attempt(n, 100.0 * n)
+    told.t = 100.0 * n
+    told.event("session_started", world_size=ranks)
+    for step in range(first, last + 1):
+        told.step(step, seconds, tokens=TOKENS, **{"tokens_per_s": TOKENS / seconds, "loss": 1.0 / step, **more})
+    told.write()
+
+
+def of(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
+    found = training_of(history.run, attempts.read_all(history.run), energy_j, gpus)
+    assert found is not None
+    return found
+
+
+def test_a_step_that_was_repeated_counts_once_and_its_energy_is_paid(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    plan(history)
+    train(history, 1, 1, 20, 1.0)
+    train(history, 2, 11, 30, 0.5)
+    found = of(history, 60_000.0, gpu(), gpu())
+    assert found.steps == 30 and found.tokens == pytest.approx(30 * TOKENS)
+    assert found.joules_per_token == pytest.approx(2.0)
+    assert found.loss == pytest.approx(1 / 30)
+    # Steps 6 to 10 of the first attempt and 16 to 30 of the second: five to warm up are left out of each.
+    assert found.tokens_per_s == pytest.approx(20 * TOKENS / (5 * 1.0 + 15 * 0.5))
+    assert found.step_s is not None and (found.step_s.p50, found.step_s.max) == pytest.approx((0.5, 1.0))
+    assert found.samples == 300
+
+
+def test_mfu_is_the_plans_flops_over_the_data_sheets_rate(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    plan(history)
+    train(history, 1, 1, 20, 0.1)
+    found = of(history, None, gpu(), gpu())
+    assert found.tokens_per_s_per_gpu == pytest.approx(TOKENS / 0.1 / 2)
+    assert found.mfu == pytest.approx(FLOPS / 0.1 / 2 / 989.4e12, rel=0.001)
+    assert found.energy_j is None and found.joules_per_token is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flops"),
+    [([], FLOPS), ([gpu("Some Card 9000")], FLOPS), ([gpu(), gpu(None)], FLOPS), ([gpu(parent="GPU-1")], FLOPS),
+     ([gpu()], None)],
+)  # fmt: skip
+def test_without_known_gpus_or_flops_there_is_no_mfu(
+    tmp_path: Path, gpus: list[GpuSummary], flops: float | None
+) -> None:
+    history = History(tmp_path)
+    plan(history, flops=flops)
+    train(history, 1, 1, 20, 0.1)
+    found = of(history, None, *gpus)
+    assert found.mfu is None and found.tokens_per_s == pytest.approx(TOKENS / 0.1)
+    assert (found.tokens_per_s_per_gpu is None) == (not gpus)
+
+
+def test_attempts_on_unlike_numbers_of_ranks_are_weighed(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    plan(history, ranks=4)
+    train(history, 1, 1, 15, 1.0, ranks=4)
+    train(history, 2, 16, 30, 2.0, ranks=2)
+    found = of(history, None, gpu())
+    assert found.tokens_per_s_per_gpu == pytest.approx(20 * TOKENS / (10 * 1.0 * 4 + 10 * 2.0 * 2))
+
+
+def test_images_have_samples_and_no_tokens(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    plan(history, tokens=0, flops=None)
+    train(history, 1, 1, 3, 0.5, tokens_per_s=None)
+    found = of(history, 500.0, gpu())
+    assert found.tokens is None and found.tokens_per_s is None and found.joules_per_token is None
+    assert found.samples == 30 and found.samples_per_s == pytest.approx(10 / 0.5)
+
+
+def test_the_wait_for_data_is_a_share_of_the_steps(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    plan(history)
+    told = history.attempt(1, 0.0)
+    for step in range(1, 11):
+        told.step(step, 2.0, wait_s=0.5)
+    told.write()
+    assert of(history).data_wait_share == pytest.approx(0.25)
+
+
+def test_a_loss_that_is_no_number_is_not_one(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    train(history, 1, 1, 3, 0.5, loss=float("nan"))
+    found = of(history)
+    assert found.loss is None and found.steps == 3 and found.samples is None
+
+
+def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.attempt(1, 1.0).write()
+    assert training_of(history.run, attempts.read_all(history.run), 5.0, []) is None
