@@ -75,7 +75,7 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    parts = [head, _attempts(seen), *predicted(prediction, signs), _goodput(seen.goodput, signs)]
+    parts = [head, _attempts(seen), *predicted(prediction, signs), goodput(seen.goodput, signs)]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
@@ -136,7 +136,8 @@ def predicted(found: Prediction, signs: Glyphs) -> list[RenderableType]:
     return [Group(*parts)]
 
 
-def _goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
+def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
+    """The ledger, a row for each part that took time."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("part")
     table.add_column("time", justify="right")

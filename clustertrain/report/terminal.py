@@ -31,10 +31,11 @@ class Glyphs(msgspec.Struct, frozen=True):
     dash: str
     dot: str
     degree: str
+    line: str
 
 
-UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C")
-ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C")
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C", line="─")
+ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -72,7 +73,7 @@ def emit(console: Console, *parts: RenderableType) -> None:
 def glyphs(console: Console) -> Glyphs:
     """ASCII where the output's encoding has no block characters; printing one would raise there."""
     try:
-        "".join((UNICODE.levels, UNICODE.bar, UNICODE.rest, UNICODE.dash, UNICODE.dot)).encode(console.encoding)
+        "".join(msgspec.structs.astuple(UNICODE)).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
