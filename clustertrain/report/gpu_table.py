@@ -91,7 +91,7 @@ def _rest(summary: Summary, shown: Sequence[GpuSummary], signs: Glyphs) -> Text:
     there = {(g.node, g.uuid) for g in shown}
     rest = [g for g in summary.gpus if (g.node, g.uuid) not in there]
     means = [use.mean for g in rest if (use := use_of(g)) is not None]
-    busy = f", busy {min(means):.0%} to {max(means):.0%} of the time" if means else ""
+    busy = f", busy {' to '.join(dict.fromkeys(f'{m:.0%}' for m in (min(means), max(means))))}" if means else ""
     noted = {(n.node, n.uuid) for n in summary.notes if n.uuid is not None}
     more = sum((g.node, g.uuid) in noted for g in rest)
     also = f"; {more:,} of them have notes too" if more else ""

@@ -59,7 +59,7 @@ def _head(summary: Summary, signs: Glyphs) -> Table:
         text = f"{summary.coverage:.1%} of the expected samples{of}"
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))
     if summary.training is not None:
-        row("Training", *_training(summary.training, signs))
+        row("Training", *_training(summary.training, "GPU" if summary.gpus else "rank"))
     return table
 
 
@@ -71,13 +71,13 @@ def _length(start: float | None, end: float | None) -> float:
     return 0.0 if start is None or end is None else end - start
 
 
-def _training(t: TrainingSummary, signs: Glyphs) -> list[str]:
+def _training(t: TrainingSummary, device: str) -> list[str]:
     words = [_count(t.steps, "step")]
     if t.step_s is not None:
         p95 = terminal.brief_time(t.step_s.p95)
         words.append(f"{terminal.brief_time(t.step_s.p50)} a step (p95 {p95})")
     if t.tokens_per_s_per_gpu is not None:
-        words.append(f"{t.tokens_per_s_per_gpu:,.0f} tokens/s a GPU")
+        words.append(f"{t.tokens_per_s_per_gpu:,.0f} tokens/s a {device}")
     if t.mfu is not None:
         words.append(f"MFU {t.mfu:.1%}")
     if t.joules_per_token is not None:

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
+from clustertrain.telemetry import xids
 from clustertrain.telemetry.notes.job import CRITICAL, INFO, WARNING, Job, counted, key, of_gpu, where
 from clustertrain.telemetry.summary import GpuSummary, Note
-from clustertrain.telemetry.xids import meaning
 
 _TELL = "tell the administrators"
 MANY_CORRECTED = 1000  # memory errors: the ECC is there to correct some
@@ -38,10 +38,10 @@ def _xids(job: Job) -> Iterable[Note]:
     """One note for each number on each GPU. That a GPU is gone is said once, by the note on its loss."""
     for gpu in job.summary.gpus:
         for xid, times in collections.Counter(x.xid for x in gpu.errors.xids).items():
-            found = meaning(xid)
+            known = xids.of(xid)
             often = f" {times:,} times" if times > 1 else ""
-            text = f"{where(gpu)} reported XID {xid}{often}: {found.text}"
-            yield of_gpu(gpu, found.severity, "xid", text, found.advice)
+            text = f"{where(gpu)} reported XID {xid}{often}: {known.name}, {known.meaning}"
+            yield of_gpu(gpu, known.severity, "xid", text, xids.advice(xid, gpu.node))
 
 
 def _ecc(job: Job) -> Iterable[Note]:
