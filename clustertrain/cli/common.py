@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,21 @@ def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
     if task and (folder / task).is_dir():
         folder = (folder / task).resolve()
     return sweep_runs(folder) or [open_run(folder)]
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """What the files of another user's run refuse, in words.
+
+    Raises:
+        ClusterTrainError: one of them may not be read.
+    """
+    try:
+        yield
+    except PermissionError as e:
+        from clustertrain.run.folder import refused
+
+        raise refused(Path(e.filename or ".")) from e
 
 
 def print_json(value: Any) -> None:

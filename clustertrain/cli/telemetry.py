@@ -1,12 +1,13 @@
-"""``clustertrain telemetry``: the per-job report on GPUs and hosts."""
+"""``clustertrain telemetry``: the per-job report on GPUs and hosts, and the comparison of two runs."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click
 
-from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import find_run, json_option, print_json, readable, run_argument
 from clustertrain.errors import UsageError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -26,13 +27,40 @@ def seconds(text: str) -> float:
     raise UsageError(f"--since {text}: not a length of time", fix="write 90s, 10m, 1h or 1h30m")
 
 
-@click.command()
+class WithVerbs(click.Command):
+    """A command that takes a RUN, or a verb of its own in its place: ``telemetry RUN`` and ``telemetry compare A B``.
+
+    A verb goes before a run of that name; run ids end in six random characters, so a prefix can always be longer.
+    """
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.verbs: dict[str, click.Command] = {}
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        verb = self.verbs.get(args[0]) if args else None
+        if verb is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return verb.make_context(f"{info_name} {verb.name}", args[1:], parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in self.verbs.items()])
+
+
+@click.command(cls=WithVerbs)
 @run_argument
 @json_option
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt.  [default: all]")
 @click.option("--gpu", help="Only GPUs that fit: the beginning of a UUID, an index, or NODE:INDEX.")
 @click.option("--since", help="Only the last part of what was recorded: 10m, 1h, …")
-def telemetry(name: str, as_json: bool, attempt: int | None, gpu: str | None, since: str | None) -> None:
+@click.option("--all", "every", is_flag=True, help="All GPUs, hosts, events and notes, however many there are.")
+def telemetry(name: str, as_json: bool, attempt: int | None, gpu: str | None, since: str | None, every: bool) -> None:
     """The report on a run's GPUs and hosts, over all nodes and attempts, while it runs and afterwards.
 
     RUN is a run id or a unique prefix of one, a job id, or `latest` (the default).
@@ -41,11 +69,37 @@ def telemetry(name: str, as_json: bool, attempt: int | None, gpu: str | None, si
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.telemetry.query import summarize
 
-    summary = summarize(find_run(name), attempt, gpu, since_s)
+    with readable():
+        summary = summarize(find_run(name), attempt, gpu, since_s)
     if as_json:
         print_json(summary)
         return
     from clustertrain.report import telemetry as report
     from clustertrain.report.terminal import make_console
 
-    report.show(summary, make_console())
+    report.show(summary, make_console(), every)
+
+
+@click.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@json_option
+def compare(first: str, second: str, as_json: bool) -> None:
+    """Two runs side by side: speed, utilization, power, goodput, notes and settings.
+
+    A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
+    """
+    from clustertrain.telemetry import comparison
+
+    with readable():
+        found = comparison.of_runs(find_run(first), find_run(second))
+    if as_json:
+        print_json(found)
+        return
+    from clustertrain.report import compare as report
+    from clustertrain.report.terminal import make_console
+
+    report.show(found, make_console())
+
+
+telemetry.verbs["compare"] = compare

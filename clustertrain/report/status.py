@@ -32,7 +32,7 @@ STYLE = {
     "time_limit": "yellow",
     "cancelled": "magenta",
 }
-_PART_WORDS = {
+PART_WORDS = {
     "queue_s": "queue",
     "startup_s": "start-up",
     "restore_s": "restore",
@@ -153,7 +153,7 @@ def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
             continue
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
         bar = meter(exact / parts.wall_s, METER, style, signs)
-        table.add_row(_PART_WORDS[name], to_the_second(shown), f"{share}%", bar)
+        table.add_row(PART_WORDS[name], to_the_second(shown), f"{share}%", bar)
     table.add_row("wall time", to_the_second(whole), "", "")
     head = f"Where the time went (goodput {shares[PARTS.index('productive_s')]}%"
     head += f", effective training time {parts.effective_ratio:.0%} of the time with nodes)"

@@ -31,10 +31,11 @@ class Glyphs(msgspec.Struct, frozen=True):
     dash: str
     dot: str
     degree: str
+    line: str
 
 
-UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C")
-ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C")
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C", line="─")
+ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -72,7 +73,7 @@ def emit(console: Console, *parts: RenderableType) -> None:
 def glyphs(console: Console) -> Glyphs:
     """ASCII where the output's encoding has no block characters; printing one would raise there."""
     try:
-        "".join((UNICODE.levels, UNICODE.bar, UNICODE.rest, UNICODE.dash, UNICODE.dot)).encode(console.encoding)
+        "".join(msgspec.structs.astuple(UNICODE)).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
@@ -162,3 +163,8 @@ def energy(joules: float | None, signs: Glyphs) -> str:
     if joules < 3_600_000:
         return f"{joules / 3600:.1f} Wh"
     return f"{joules / 3_600_000:.2f} kWh"
+
+
+def joules(value: float) -> str:
+    """``7.9 mJ`` or ``1.23 J``: the energy of a token, which :func:`energy` would round away."""
+    return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"

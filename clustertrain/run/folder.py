@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import fsio, settings
-from clustertrain.errors import ConfigError, NotFound
+from clustertrain.errors import ClusterTrainError, ConfigError, NotFound
 
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 
@@ -211,7 +212,27 @@ def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path
 
 
 def open_run(path: Path) -> RunDir:
-    """Raises NotFound when ``path`` is no run directory."""
-    if not (path / "spec.toml").is_file():
-        raise NotFound(f"{path}: no run directory (spec.toml is missing)")
+    """Raises NotFound when ``path`` is no run directory, ClusterTrainError when it may not be looked into."""
+    try:
+        (path / "spec.toml").stat()
+    except PermissionError as e:
+        raise refused(path) from e
+    except OSError as e:
+        raise NotFound(f"{path}: no run directory (spec.toml is missing)") from e
     return RunDir(path)
+
+
+def refused(path: Path) -> ClusterTrainError:
+    """The error that a file or folder of somebody else's run may not be read."""
+    return ClusterTrainError(
+        f"{path} may not be read by you: it belongs to {_owner(path)}",
+        fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run's folder",
+    )
+
+
+def _owner(path: Path) -> str:
+    """Of ``path``, or of the nearest folder above it that tells."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError, KeyError):
+            return place.owner()
+    return "another user"

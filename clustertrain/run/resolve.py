@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from clustertrain.run import attempts
 from clustertrain.run.folder import RunDir, open_run, runs_folder, sweeps_folder
 
 SHOWN = 10
+_CLOSE_SHOWN, _LIKE = 3, 0.6
 JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+")
 
 
@@ -41,8 +43,30 @@ def resolve(name: str) -> RunDir:
         return only(name, holders)
     fitting = [r for r in runs if r.id.startswith(name)]
     if not fitting:
-        raise NotFound(f"no run {name!r} in {settings.home()}", fix="`clustertrain list` shows the runs")
+        raise NotFound(f"no run {name!r} in {settings.home()}", fix=_close(name, runs))
     return only(name, fitting)
+
+
+def _close(name: str, runs: Sequence[RunDir]) -> str:
+    """The runs and jobs whose names are like ``name``, in words."""
+    alike: dict[str, float] = {}
+
+    def weigh(known: str, shown: str) -> None:
+        matcher = difflib.SequenceMatcher(None, name, known)
+        if matcher.real_quick_ratio() >= _LIKE and (ratio := matcher.ratio()) >= _LIKE:
+            alike[shown] = max(ratio, alike.get(shown, 0.0))
+
+    for run in runs:
+        # As it is, without its random end, and as far as was typed.
+        for part in {run.id, run.id.rpartition("-")[0], run.id[: len(name)]}:
+            weigh(part, run.id)
+    if JOB_ID.fullmatch(name):
+        for run in runs:
+            for job_id in attempts.job_ids(run):
+                weigh(job_id, f"{run.id} (job {job_id})")
+    nearest = sorted(alike, key=lambda shown: -alike[shown])[:_CLOSE_SHOWN]
+    more = "`clustertrain list` shows the runs"
+    return f"did you mean {' or '.join(nearest)}? {more}" if nearest else more
 
 
 def resolve_all(name: str) -> list[RunDir]:

@@ -227,7 +227,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``coverage`` is samples received / samples expected while the agents were up, None when none was expected.
-    ``enabled``: the recipe has telemetry on."""
+    ``enabled``: the recipe has telemetry on. ``device``: ``cuda`` or ``cpu``, as planned."""
 
     run: str
     job_id: str | None
@@ -246,3 +246,4 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     waste: Waste | None = None
     unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why
     enabled: bool = True
+    device: str | None = None

@@ -38,10 +38,10 @@ def _xids(job: Job) -> Iterable[Note]:
     """One note for each number on each GPU. That a GPU is gone is said once, by the note on its loss."""
     for gpu in job.summary.gpus:
         for xid, times in collections.Counter(x.xid for x in gpu.errors.xids).items():
-            found = xids.of(xid)
+            known = xids.of(xid)
             often = f" {times:,} times" if times > 1 else ""
-            text = f"{where(gpu)} reported XID {xid}{often} ({found.name}): {found.meaning}"
-            yield of_gpu(gpu, found.severity, "xid", text, xids.advice(xid, gpu.node))
+            text = f"{where(gpu)} reported XID {xid}{often}: {known.name}, {known.meaning}"
+            yield of_gpu(gpu, known.severity, "xid", text, xids.advice(xid, gpu.node))
 
 
 def _ecc(job: Job) -> Iterable[Note]:

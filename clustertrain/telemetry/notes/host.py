@@ -106,7 +106,9 @@ def _no_nvml(job: Job) -> Iterable[Note]:
         one = hosts[0].node if len(hosts) == 1 else None
         who = f"{one} has" if one else f"{len(hosts):,} nodes have"
         text = f"{who} no GPU figures: {reason}"
-        yield Note(severity=WARNING, code="no_nvml", text=text, fix=fix, node=one)
+        on_cpu = job.summary.device == "cpu"
+        severity = INFO if on_cpu else WARNING
+        yield Note(severity=severity, code="no_nvml", text=text, fix=None if on_cpu else fix, node=one)
 
 
 RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
