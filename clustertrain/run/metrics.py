@@ -7,8 +7,6 @@ rank 0.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +28,7 @@ def read(run: RunDir) -> list[dict[str, Any]]:
 
 def last_rows(path: Path, size: int = 4096) -> list[dict[str, Any]]:
     """The rows in the last ``size`` bytes of one attempt's file."""
-    try:
-        with path.open("rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - size))
-            lines = f.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
+    return [row for row in fsio.last_lines(path, size) if "step" in row]
 
 
 def last_row(path: Path) -> dict[str, Any] | None:
