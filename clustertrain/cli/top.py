@@ -101,8 +101,8 @@ def _screen(live: Live, console: Console, interval: float) -> int:
     from clustertrain.report.top import Shown, lines
 
     shown, signs = Shown(), glyphs(console)
-    quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-    with _keys() as pressed, _leaving_on_signals(), Screen(console=console, screen=True, **quiet) as screen:
+    screen = Screen(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with _keys() as pressed, _leaving_on_signals(), screen:
         while True:
             view = live.view()
             until = clock.monotonic() + interval

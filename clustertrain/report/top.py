@@ -20,6 +20,7 @@ WIDE = 120
 SORTS = ("node", "utilization", "memory", "power", "temperature", "step")
 FEWEST_ROWS, MOST_EVENTS = 3, 6
 _NODE_CELLS = 14
+_OF_NODE = ("Node", "CPU", "Host GiB", "Age")
 
 
 class Shown(msgspec.Struct):
@@ -30,40 +31,29 @@ class Shown(msgspec.Struct):
 
 
 def lines(view: View, width: int, height: int | None, signs: Glyphs, shown: Shown) -> list[Text]:
-    """The frame; ``height`` None: as long as it takes, without events that would not fit a screen. Moves
-    ``shown.skip`` back into what there is."""
-    head = _head(view, width, signs)
-    troubles = _troubles(view, signs)
-    table = _table(view, width, signs, shown)
-    log = _events(view.events, signs)
+    """The frame; ``height`` None: as long as it takes. Moves ``shown.skip`` back into what there is."""
+    head, troubles = _head(view, width, signs), _troubles(view)
+    rows, columns = _sorted(view.rows, shown.sort), _columns(view, width, signs)
+    titles = [_titles(columns)] if rows else [Text(_nothing(view))]
     if height is None:
-        found = [*head, *troubles, *table, *log[-MOST_EVENTS:]]
+        found = [*head, *troubles, *titles, *_rows(rows, columns), *_events(view.events, MOST_EVENTS)]
     else:
-        found = _fitted(head, troubles, table, log, height, shown)
+        keys = f"q quit  s sort: {shown.sort}"
+        free = height - len(head) - len(titles) - 1
+        least = min(len(rows), FEWEST_ROWS)
+        troubles = troubles[: max(0, free - least)]
+        free -= len(troubles)
+        # Rows come first, but for some lines of events where the terminal is not tiny.
+        events = _events(view.events, min(MOST_EVENTS, max(free - len(rows), free // 4)))
+        room = max(0, free - len(events))
+        shown.skip = max(0, min(shown.skip, len(rows) - room))
+        below = len(rows) - shown.skip - room
+        if shown.skip or below > 0:
+            keys += f"  up/down scroll ({shown.skip} above, {max(0, below)} below)"
+        visible = _rows(rows[shown.skip : shown.skip + room], columns)
+        blank = [Text()] * (room - len(visible))
+        found = [*head, *troubles, *titles, *visible, *events, *blank, Text(keys, style="bold")][-height:]
     return [_cut(line, width) for line in found]
-
-
-def _fitted(
-    head: list[Text], troubles: list[Text], table: list[Text], log: list[Text], height: int, shown: Shown
-) -> list[Text]:
-    """Rows come first, then what there is room for of the rest; the last line says which keys there are."""
-    titles, rows = table[:1], table[1:]
-    free = height - len(head) - len(titles) - 1
-    least = min(len(rows), FEWEST_ROWS)
-    troubles = troubles[: max(0, free - least)]
-    free -= len(troubles)
-    events = log[-min(MOST_EVENTS, max(0, free - min(len(rows), max(least, free - 4)) - 1)) :] if log else []
-    events = events if free - least - len(events) >= 0 else []
-    room = max(0, free - len(events))
-    shown.skip = max(0, min(shown.skip, len(rows) - room))
-    visible = rows[shown.skip : shown.skip + room]
-    hidden = len(rows) - len(visible)
-    blank = [Text()] * (room - len(visible))
-    keys = f"q quit  s sort: {shown.sort}"
-    if hidden:
-        below = len(rows) - shown.skip - len(visible)
-        keys += f"  up/down scroll ({shown.skip} above, {below} below)"
-    return [*head, *troubles, *titles, *visible, *blank, *events, Text(keys, style="bold")][:height]
 
 
 def _cut(line: Text, width: int) -> Text:
@@ -82,16 +72,14 @@ def _head(view: View, width: int, signs: Glyphs) -> list[Text]:
         f"attempt {view.attempt}" if view.attempt else "",
     ]
     about.append(time.strftime("%H:%M:%S", time.localtime(view.t)))
-    first.append("  " + signs.dot.join(a for a in about if a))
+    first.append("  " + signs.dot.join(about))
     found = [first]
     waits = _waits(view)
     if waits:
         found.append(Text(waits, style="yellow"))
     if view.step is not None:
         found.append(_progress(view, width, signs))
-    pace = _pace(view, signs)
-    if pace:
-        found.append(Text(pace))
+    found += _joined(_pace(view), width, signs)
     if view.scheduler_silent:
         found.append(Text(f"the scheduler gave no answer: {view.scheduler_silent.splitlines()[0]}", style="red"))
     return found
@@ -130,7 +118,18 @@ def _eta(view: View) -> str:
     return f"about {duration(view.eta_s or 0.0)} left ({counted})"
 
 
-def _pace(view: View, signs: Glyphs) -> str:
+def _joined(parts: Sequence[str], width: int, signs: Glyphs) -> list[Text]:
+    """In as few lines as they fit."""
+    found: list[str] = []
+    for part in parts:
+        if found and len(found[-1]) + len(signs.dot) + len(part) <= width:
+            found[-1] += signs.dot + part
+        else:
+            found.append(part)
+    return [Text(line) for line in found]
+
+
+def _pace(view: View) -> list[str]:
     parts = []
     if view.step_s is not None:
         parts.append(f"{brief_time(view.step_s)} a step")
@@ -147,10 +146,10 @@ def _pace(view: View, signs: Glyphs) -> str:
         early = " (before the end)" if view.eta_s is not None and 0 < left < view.eta_s else ""
         if left > 0:
             parts.append(f"time limit in {duration(left)}{early}")
-    return signs.dot.join(parts)
+    return parts
 
 
-def _troubles(view: View, signs: Glyphs) -> list[Text]:
+def _troubles(view: View) -> list[Text]:
     """Nodes that have something to say; alike ones in one line."""
     groups: dict[str, list[str]] = {}
     for node in view.nodes:
@@ -166,27 +165,26 @@ def _names(nodes: Sequence[str]) -> str:
 _Column = tuple[str, int, Callable[[Row], "str | Text"], bool]
 
 
-def _table(view: View, width: int, signs: Glyphs, shown: Shown) -> list[Text]:
-    """The titles and a line a row; nothing where there are no rows."""
-    if not view.rows:
-        words = "nothing has been recorded yet"
-        if view.attempt is None:
-            words = "no attempt has started yet"
-        elif not view.telemetry:
-            words = "no figures: telemetry is off"
-        return [Text(), Text(words)]
-    columns = _columns(view, width, signs)
-    titles = Text(" ".join(_cell(title, cells, left) for title, cells, _, left in columns), style="bold")
-    found, before = [titles], None
-    for row in _sorted(view.rows, shown.sort):
-        line = Text()
-        for i, (_, cells, show, left) in enumerate(columns):
-            value = show(row) if i or row.node != before else ""
-            if i:
-                line.append(" ")
-            line.append_text(_padded(value, cells, left))
+def _nothing(view: View) -> str:
+    if view.attempt is None:
+        return "no attempt has started yet"
+    return "nothing has been recorded yet" if view.telemetry else "no figures: telemetry is off"
+
+
+def _titles(columns: Sequence[_Column]) -> Text:
+    return Text(" ".join(_cell(title, cells, left) for title, cells, _, left in columns), style="bold")
+
+
+def _rows(rows: Sequence[Row], columns: Sequence[_Column]) -> list[Text]:
+    """A line each; what is of the node stands in the first of its lines."""
+    found, before = [], None
+    for row in rows:
+        cells = []
+        for title, width, show, left in columns:
+            again = row.node == before and title in _OF_NODE
+            cells.append(_padded("" if again else show(row), width, left))
+        found.append(Text(" ").join(cells))
         before = row.node
-        found.append(line)
     return found
 
 
@@ -309,10 +307,19 @@ def _sorted(rows: Sequence[Row], by: str) -> list[Row]:
 _SEVERITY = {"critical": "bold red", "warning": "bold yellow"}
 
 
-def _events(events: Sequence[EventView], signs: Glyphs) -> list[Text]:
+def _events(events: Sequence[EventView], count: int) -> list[Text]:
+    """The last ones; alerts that were not cleared since stay, whatever came after them."""
+    cleared: set[str] = set()
+    still = []
+    for e in reversed(events):
+        if e.event == "alert" and e.text.startswith("cleared: "):
+            cleared.add(e.text.removeprefix("cleared: "))
+        elif e.event == "alert" and e.text.partition(": ")[2] not in cleared:
+            still.append(e)
+    kept = still[:count]
+    kept += [e for e in reversed(events) if e not in kept][: max(0, count - len(kept))]
     found = []
-    for e in events:
-        style = _SEVERITY.get(e.severity or "", "") if not e.text.startswith("cleared") else ""
-        words = " ".join(e.text.split())
-        found.append(Text.assemble(time.strftime("%H:%M:%S ", time.localtime(e.t)), (words, style)))
+    for e in sorted(kept, key=lambda e: e.t):
+        style = "" if e.text.startswith("cleared: ") else _SEVERITY.get(e.severity or "", "")
+        found.append(Text.assemble(time.strftime("%H:%M:%S ", time.localtime(e.t)), (" ".join(e.text.split()), style)))
     return found
