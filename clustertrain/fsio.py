@@ -107,6 +107,26 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
+    """As :func:`read_lines`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
+    that is cut is skipped."""
+    try:
+        with path.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - size))
+            lines = f.read(size).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
 def claim_folder(path: Path, *, mode: int = 0o750) -> bool:
     """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not."""
     try:

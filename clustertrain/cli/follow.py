@@ -8,37 +8,20 @@ from typing import Any
 import click
 
 from clustertrain import clock
+from clustertrain.report.event_words import in_words
 from clustertrain.run import events, metrics
 from clustertrain.run.folder import RunDir
 
 POLL_S = 0.25
 ASK_S = 2.0
-# What a person wants to hear of; the rest is in the files.
-_LINES = {
-    "started": "attempt {n}: started on {nodes}",
-    "session_started": "attempt {n}: {world_size} ranks meet ({layout}, {device})",
-    "restored": "attempt {n}: resumed from the checkpoint of step {step}",
-    "signal": "attempt {n}: asked to stop ({source})",
-    "stop_agreed": "attempt {n}: all ranks stop at step {step}",
-    "save_given_up": "attempt {n}: no time for the checkpoint of step {step}",
-    "ended": "attempt {n}: {ending}: {reason}",
-    "requeued": "attempt {n}: requeued ({how})",
-    "stopped": "the run stops: {why}",
-}
+# Of those that concern this node or that GPU, `top` and `telemetry` tell.
+_NOT_HERE = ("gpu_lost", "gpu_back", "telemetry_failed", "alert", "alert_not_delivered")
 
 
 def _line(n: int, event: dict[str, Any]) -> str | None:
-    name = str(event["event"])
-    if name == "checkpoint":
-        return f"attempt {n}: checkpoint of step {event['step']} committed in {event.get('save_s', 0.0):.2f} s"
-    if name == "restored" and event.get("step") is None:
-        return None
-    template = _LINES.get(name)
-    values = {"n": n, **event, "nodes": ", ".join(map(str, event.get("nodes", ())))}
-    try:
-        return template.format_map(values) if template else None
-    except KeyError:
-        return None
+    name = event["event"]
+    words = None if name in _NOT_HERE else in_words(event)
+    return words if words is None or name == "stopped" else f"attempt {n}: {words}"
 
 
 class _News:

@@ -23,6 +23,7 @@ COMMANDS = {
     "wait": ("clustertrain.cli.jobs:wait", "Wait for runs to end; exit 0 only if all completed."),
     "cancel": ("clustertrain.cli.jobs:cancel", "End runs for good."),
     "requeue": ("clustertrain.cli.jobs:requeue", "Stop at a checkpoint and start again, or continue an ended run."),
+    "top": ("clustertrain.cli.top:top", "A run's GPUs, ranks, rate and events, live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Cluster profiles: list, show, and detect what a site has."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),

@@ -14,10 +14,11 @@ Mark = tuple[tuple[str, int, int], ...]
 
 
 class NodeNow(msgspec.Struct, frozen=True):
-    """A node's newest sample. ``end``: when its sampler stopped, UTC s; None where it did not say so. ``failure``: why,
-    where nobody told it to. ``trouble``: what could not be read of it, and why."""
+    """A node's newest sample, None where there is none. ``end``: when its sampler stopped, UTC s; None where it did
+    not say so. ``failure``: why, where nobody told it to. ``trouble``: what could not be read of it, and why."""
 
-    snapshot: Snapshot
+    node: str
+    snapshot: Snapshot | None
     header: Header
     end: float | None
     failure: str | None
@@ -66,10 +67,13 @@ def _read(folder: Path) -> NodeNow | None:
     if not segments:
         return None
     segment = segments[-1]
-    t, values = segment.newest_t, segment.newest()
-    if t is None:
+    header, t = segment.header, segment.newest_t
+    if t is None and segment.trouble is None:
         return None
-    header = segment.header
-    mono = header.mono + t - header.t
-    snapshot = Snapshot(t=t, mono=mono, node=header.node, gpus=header.gpus, ranks=header.ranks, values=values)
-    return NodeNow(snapshot, header, segment.end, segment.failure, segment.trouble, segment.reasons())
+    snapshot = None
+    if t is not None:
+        mono, values = header.mono + t - header.t, segment.newest()
+        snapshot = Snapshot(t=t, mono=mono, node=header.node, gpus=header.gpus, ranks=header.ranks, values=values)
+    # "trouble" comes last: it is known when all has been read.
+    reasons, end, failure = segment.reasons(), segment.end, segment.failure
+    return NodeNow(folder.name, snapshot, header, end, failure, segment.trouble, reasons)

@@ -102,7 +102,7 @@ class Watch:
     def _look(self) -> None:
         if self._newest is None:
             return
-        nodes = [now.snapshot for now in self._newest.read()]
+        nodes = [now.snapshot for now in self._newest.read() if now.snapshot is not None]
         alerts = self._across.observe(nodes, clock.now(), clock.monotonic())
         self._alerts.elsewhere = self._across.steps
         if alerts and not self._stop.is_set():

@@ -1,0 +1,38 @@
+"""Events in words, those that a person wants to hear of; the rest is in the files."""
+
+from __future__ import annotations
+
+from clustertrain.run.events import Event
+
+_LINES = {
+    "started": "started on {nodes}",
+    "session_started": "{world_size} ranks meet ({layout}, {device})",
+    "restored": "resumed from the checkpoint of step {step}",
+    "signal": "asked to stop ({source})",
+    "stop_agreed": "all ranks stop at step {step}",
+    "save_given_up": "no time for the checkpoint of step {step}",
+    "checkpoint": "checkpoint of step {step} committed in {save_s:.2f} s",
+    "gpu_lost": "GPU {index} of {host} is lost: {reason}",
+    "gpu_back": "GPU {index} of {host} is back",
+    "telemetry_failed": "telemetry of {host}: {reason}",
+    "alert_not_delivered": "an alert was not delivered by {way}: {reason}",
+    "ended": "{ending}: {reason}",
+    "requeued": "requeued ({how})",
+    "stopped": "the run stops: {why}",
+}
+
+
+def in_words(event: Event) -> str | None:
+    """None where it is of no interest, or lacks what it should have."""
+    name = str(event["event"])
+    if name == "alert":
+        word = "cleared" if event.get("state") == "cleared" else event.get("severity", "alert")
+        return f"{word}: {event.get('text', '')}"
+    if name == "restored" and event.get("step") is None:
+        return None
+    template = _LINES.get(name)
+    try:
+        nodes = ", ".join(map(str, event.get("nodes", ())))
+        return template.format_map({"save_s": 0.0, **event, "nodes": nodes}) if template else None
+    except (KeyError, TypeError, ValueError):
+        return None
