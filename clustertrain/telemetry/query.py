@@ -82,7 +82,7 @@ def summarize(
         user=_owner(run),
         layout=_layout(run),
         ranks=pooled.ranks(parts),
-        training=training_of(run, chosen, sum(energy) if energy else None, len(gpus)),
+        training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
         goodput=goodput if attempt is None and since_s is None else None,
         waste=_waste(gpus, parts, goodput),
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
