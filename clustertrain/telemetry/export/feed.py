@@ -23,22 +23,29 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """``newest`` and the counts. One thread writes; a reader may see counts that are one sample ahead of ``newest``."""
+    """``newest`` and the counts. One thread writes; a reader may see a count that is one sample ahead of ``newest``."""
 
     def __init__(self, labels: Labels, interval_s: float) -> None:
         self.labels = labels
         self.newest: Snapshot | None = None
         self.samples = 0
-        self.missed = 0
+        self._missed = 0
         self._interval_s = interval_s
         self._xids: dict[str, dict[int, int]] = {}
 
     def observe(self, snapshot: Snapshot) -> None:
         last = self.newest
         if last is not None:
-            self.missed += max(0, round((snapshot.mono - last.mono) / self._interval_s) - 1)
+            self._missed += max(0, round((snapshot.mono - last.mono) / self._interval_s) - 1)
         self.samples += 1
         self.newest = snapshot
+
+    @property
+    def missed(self) -> int:
+        """So far, a sampler that hangs now included: what is due is rounded down, so that this never goes back."""
+        last = self.newest
+        due = 0 if last is None else int((clock.monotonic() - last.mono) / self._interval_s) - 1
+        return self._missed + max(0, due)
 
     def xid(self, uuid: str, xid: int | None) -> None:
         counts = dict(self._xids.get(uuid, {}))

@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from clustertrain import clock
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.collector import registry_of, render
@@ -103,11 +104,21 @@ def test_figures_of_a_sampler_that_hangs_go_and_its_last_word_stays() -> None:
     assert series("clustertrain_gpu_utilization_ratio", **GPU1) in said(feed)
 
 
-def test_samples_that_were_due_and_did_not_come_are_counted() -> None:
+def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed(LABELS, 2.0)
-    for mono in (100.0, 102.1, 103.9, 110.0):
-        feed.observe(snapshot({}, mono=mono))
+    now = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
+    for ago in (10.0, 7.9, 6.1, 0.0):
+        feed.observe(snapshot({}, mono=now - ago))
     assert (feed.samples, feed.missed) == (4, 2)
+    # A sampler that hangs in the driver says nothing: its samples are missing as time goes by, and are counted once.
+    missed = []
+    for ahead in (1.9, 2.1, 3.9, 6.1, 7.9):
+        monkeypatch.setattr(clock, "monotonic", lambda ahead=ahead: now + ahead)
+        missed.append(feed.missed)
+    assert missed == [2, 2, 2, 4, 4]
+    feed.observe(snapshot({}, mono=now + 8.0))
+    assert feed.missed == 5
 
 
 def test_xids_count_by_number_and_repeats_can_be_told() -> None:
