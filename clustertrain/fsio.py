@@ -5,11 +5,12 @@ Files may be read by the group; whether the group gets to them is up to the run'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def fsync_folder(folder: Path) -> None:
@@ -20,20 +21,30 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:
-    """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file beside ``path`` to write into, which takes its place atomically when the block ends well, and goes away
+    otherwise. Readers see the old file or the new one, whole. ``durable``: and so do they after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(fd, "wb") as f:
-            f.write(data)
+            yield f
             f.flush()
-            os.fsync(f.fileno())
+            if durable:
+                os.fsync(f.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o640) -> None:
+    """Replace ``path`` by ``data`` atomically and durably. Readers see the old file or the new one, whole."""
+    with replacing(path, mode=mode) as f:
+        f.write(data)
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o640) -> None:

@@ -29,6 +29,7 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 # The batch process asks while it watches over the step; Slurm's own message timeout is 10 s.
 ANSWER_S = 20.0
+_ENDED = ("already completing or completed", "invalid job id")
 _NO_ANSWER = ("unable to contact", "timed out", "connection refused", "zero bytes")
 
 
@@ -145,6 +146,34 @@ def work_dir(job_id: str) -> Path | None:
         if lines and lines[0].strip():
             return Path(lines[0].strip().removesuffix("|"))
     return None
+
+
+def comment(job_id: str) -> str:
+    """The comment of a job that has not ended, empty where it has none.
+
+    Raises:
+        CommandFailed: Slurm gave no answer, or knows no such job.
+    """
+    done = _ask("squeue", "--noheader", f"--jobs={_checked(job_id)}", "--format=%k")
+    if done.returncode or not done.stdout.strip():
+        raise CommandFailed(f"squeue says nothing of job {job_id}: {accounting.plain(done.stderr)}")
+    said = done.stdout.splitlines()[0].strip()
+    return "" if said == "(null)" else said
+
+
+def set_comment(job_id: str, text: str) -> None:
+    """Replace the comment of a job that has not ended: one line, which may have blanks and signs of any kind.
+
+    Raises:
+        SchedulerRefused: it said no.
+        CommandFailed: it gave no answer, or the job has ended.
+    """
+    done = _ask("scontrol", "update", f"JobId={_checked(job_id)}", f"Comment={text}")
+    if done.returncode:
+        said = accounting.plain(done.stderr or done.stdout)
+        if any(words in said.lower() for words in (*_NO_ANSWER, *_ENDED)):
+            raise CommandFailed(f"the comment of job {job_id} was not changed: {said}")
+        raise SchedulerRefused(f"Slurm did not change the comment of job {job_id}: {said}")
 
 
 def _ask(*argv: str) -> proc.Completed:

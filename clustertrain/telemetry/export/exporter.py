@@ -1,0 +1,73 @@
+"""The exporter of an agent: a page in Prometheus's text format over HTTP, a file for node_exporter, or both.
+
+Each has a thread of its own. Whatever goes wrong in them ends in an event and not in the run, and the sampler, which
+calls :meth:`Exporter.observe`, never waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clustertrain.spec.telemetry import ExporterSpec
+from clustertrain.telemetry.export import page, textfile
+from clustertrain.telemetry.export.feed import Feed, Labels
+from clustertrain.telemetry.snapshot import Snapshot
+
+OnEvent = Callable[..., Any]
+
+
+class Exporter:
+    """Does nothing, and imports nothing, where ``spec`` has neither a port nor a folder.
+
+    Args:
+        spec: the recipe's ``[telemetry.prometheus]``.
+        labels: of every metric.
+        on_event: called as ``on_event(name, **fields)`` from the exporter's threads: ``exporter_started`` with
+            ``address`` and ``port``, or with ``textfile``; ``exporter_failed`` with ``reason``, and for a port ``fix``.
+        interval_s: between two snapshots; one that is missing is counted.
+    """
+
+    def __init__(
+        self, spec: ExporterSpec, labels: Labels, on_event: OnEvent | None = None, interval_s: float = 1.0
+    ) -> None:
+        self._feed = Feed(labels, interval_s)
+        self._on_event = on_event
+        self._parts: list[page.Page | textfile.TextFile] = []
+        self._started: list[page.Page | textfile.TextFile] = []
+        if spec.port:
+            self._parts.append(page.Page(self._feed, spec.address, spec.port, self._event))
+        if spec.textfile:
+            path = Path(spec.textfile) / textfile.name_of(labels)
+            self._parts.append(textfile.TextFile(self._feed, path, self._event))
+
+    def start(self) -> None:
+        """Returns at once: a name to be resolved and a folder that hangs are the threads' affair. Never raises."""
+        for part in self._parts:
+            try:
+                threading.Thread(target=part.run, name="exporter", daemon=True).start()
+                self._started.append(part)
+            except RuntimeError as e:  # the limit on processes is reached
+                self._event("exporter_failed", reason=f"no thread could be started: {e}")
+
+    def observe(self, snapshot: Snapshot) -> None:
+        """The newest figures, from the sampler's thread. The snapshot is kept, and must not change afterwards."""
+        self._feed.observe(snapshot)
+
+    def xid(self, uuid: str, xid: int | None) -> None:
+        """The driver reported this error of that GPU; None: from now on they are watched, so that none is a 0. To be
+        called from the sampler's thread alone."""
+        self._feed.xid(uuid, xid)
+
+    def stop(self, timeout_s: float = 2.0) -> bool:
+        """Give the port back and take the file away. False where the disk held a thread longer than that."""
+        ended = [part.stop(timeout_s) for part in self._started]
+        return all(ended)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        if self._on_event is not None:
+            with contextlib.suppress(OSError):  # a full disk
+                self._on_event(name, **fields)

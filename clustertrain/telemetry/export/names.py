@@ -1,0 +1,52 @@
+"""The name in Prometheus of each recorded field: base units, ``_total`` for counters, ratios 0-1.
+
+Derived from :mod:`clustertrain.telemetry.fields`, so that a field that is added there is exported, and checked by a
+test against ``promtool``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from clustertrain.run.beat import PHASES
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import Field
+
+PREFIX = "clustertrain"
+# unit: (the end of our name that says it, the end that Prometheus wants, what to multiply by).
+# https://prometheus.io/docs/practices/naming/#base-units
+_UNITS = {
+    "ratio": ("", "_ratio", 1.0),
+    "W": ("_w", "_watts", 1.0),
+    "J": ("_j", "_joules", 1.0),
+    "s": ("_s", "_seconds", 1.0),
+    "°C": ("_c", "_celsius", 1.0),
+    "MHz": ("_mhz", "_hertz", 1e6),
+    "steps": ("step", "steps", 1.0),
+}
+
+
+class Metric(NamedTuple):
+    """``name`` as it stands in the exposition; a sample is the recorded value times ``scale``."""
+
+    name: str
+    counter: bool
+    scale: float
+    text: str
+
+
+def of_field(device: str, field: Field) -> Metric:
+    """``device`` is ``gpu``, ``host`` or ``rank``."""
+    ours, theirs, scale = _UNITS.get(field.unit, ("", "", 1.0))
+    name = f"{PREFIX}_{device}_{field.name.removesuffix(ours)}{theirs}"
+    counter = field.kind == "counter"
+    text = field.text[0].upper() + field.text[1:]
+    if field.unit == "phase":
+        text = "What the rank is in: " + ", ".join(f"{code} {word}" for code, word in enumerate(PHASES))
+    return Metric(f"{name}_total" if counter else name, counter, scale, text)
+
+
+METRICS: dict[str, dict[str, Metric]] = {
+    device: {f.name: of_field(device, f) for f in known}
+    for device, known in (("gpu", fields.GPU), ("host", fields.HOST), ("rank", fields.RANK))
+}

@@ -1,0 +1,222 @@
+"""``--csv`` and ``--parquet``: every sample, once, under its name."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.run.beat import PHASES
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.export import table
+from clustertrain.telemetry.export.table import FIELDS, Choice, Part, write_csv, write_parquet
+from clustertrain.telemetry.series import open_node
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
+
+T0 = 1_700_000_000.0
+FAST = ["gpu0.utilization", "gpu0.energy_j", "gpu1.utilization", "gpu1.energy_j", "rank4.step", "rank4.phase"]
+SLOW = ["gpu0.processes", "gpu1.processes", "host.cpu", "rank4.memory_bytes"]
+
+
+def record(folder: Path, node: str = "node1", *, t: float = T0, seconds: int = 25) -> Path:
+    """Utilization is the second / 100, of the other GPU missing in the odd ones; slow figures at 0, 10, 20 …"""
+    here = folder / node
+    writer = Writer(here)
+    gpus = [GpuFacts("GPU-a", 0, ranks=[4]), GpuFacts("GPU-b", 1)]
+    writer.begin(Header(node=node, t=t, mono=0.0, interval_s=1.0, gpus=gpus, ranks=[4], fast=FAST, slow=SLOW))
+    for d in range(seconds):
+        other = d / 100 if d % 2 == 0 else np.nan
+        writer.fast(float(d), np.array([d / 100, 300.5 * d, other, 0.0, d // 5, PHASES.index("train")]))
+        if d % 10 == 0:
+            writer.slow(float(d), np.array([1.0, 0.0, 0.25, 5e9]))
+    writer.end(float(seconds))
+    writer.close()
+    return here
+
+
+def parts(*folders: Path, attempt: int = 1) -> list[Part]:
+    return [Part(attempt, segment) for folder in folders for segment in open_node(folder)]
+
+
+Row = dict[str, Any]
+Write = Callable[..., list[Row]]
+
+
+def _by_csv(found: list[Part], path: Path, choice: Choice = table.ALL) -> list[Row]:
+    write_csv(found, path, choice)
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    words = {"node", "device", "uuid", "phase"}
+    return [{k: (v if k in words else float(v)) if v else None for k, v in row.items()} for row in rows]
+
+
+def _by_parquet(found: list[Part], path: Path, choice: Choice = table.ALL) -> list[Row]:
+    write_parquet(found, path, choice)
+    rows: list[Row] = pa.parquet.read_table(path).to_pylist()
+    return rows
+
+
+@pytest.fixture(params=[_by_csv, _by_parquet], ids=["csv", "parquet"])
+def write(request: pytest.FixtureRequest) -> Write:
+    found: Write = request.param
+    return found
+
+
+def test_a_row_a_moment_and_device(write: Write, tmp_path: Path) -> None:
+    rows = write(parts(record(tmp_path)), tmp_path / "out")
+    assert list(rows[0]) == ["time_s", "attempt", "node", "device", "uuid", "rank", *FIELDS]
+    assert [(r["time_s"] - T0, r["device"]) for r in rows[:8]] == [
+        (0, "gpu0"), (0, "gpu1"), (0, "host"), (0, "rank4"), (1, "gpu0"), (1, "gpu1"), (1, "rank4"), (2, "gpu0"),
+    ]  # fmt: skip
+    assert len(rows) == 25 * 3 + 3
+    gpu0, gpu1, host, rank = rows[:4]
+    assert {(r["attempt"], r["node"]) for r in rows} == {(1, "node1")}
+    assert (gpu0["uuid"], gpu0["rank"]) == ("GPU-a", 4) and (gpu1["uuid"], gpu1["rank"]) == ("GPU-b", None)
+    assert (host["uuid"], host["rank"]) == (None, None) and (rank["uuid"], rank["rank"]) == ("GPU-a", 4)
+    assert gpu0["processes"] == 1 and host["cpu"] == 0.25 and rank["memory_bytes"] == 5e9
+    assert rank["phase"] == "train" and gpu0["phase"] is None and rank["utilization"] is None
+
+
+def test_every_sample_once_and_what_is_missing_is_empty(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parts(record(tmp_path))
+    whole = write(found, tmp_path / "whole")
+    monkeypatch.setattr(table, "_CELLS", 40)  # windows of some seconds, in pieces of some rows
+    monkeypatch.setattr(table, "_ROWS", 7)
+    rows = write(found, tmp_path / "out")
+    assert rows == whole
+    of_gpu = [[r["utilization"] for r in rows if r["device"] == f"gpu{i}"] for i in (0, 1)]
+    assert of_gpu[0] == [d / 100 for d in range(25)]
+    assert of_gpu[1] == [d / 100 if d % 2 == 0 else None for d in range(25)]
+    assert [r["energy_j"] for r in rows if r["device"] == "gpu0"] == [300.5 * d for d in range(25)]
+    assert [r["step"] for r in rows if r["device"] == "rank4"] == [d // 5 for d in range(25)]
+    assert [r["time_s"] - T0 for r in rows if r["processes"] == 1] == [0, 10, 20]
+
+
+def test_several_nodes_and_attempts(write: Write, tmp_path: Path) -> None:
+    first = parts(record(tmp_path / "1", "a", seconds=3), record(tmp_path / "1", "b", seconds=2))
+    second = parts(record(tmp_path / "2", "a", t=T0 + 100, seconds=1), attempt=2)
+    rows = write([*first, *second], tmp_path / "out")
+    seen = {(r["attempt"], r["node"], r["time_s"] - T0) for r in rows}
+    assert seen == {(1, "a", 0), (1, "a", 1), (1, "a", 2), (1, "b", 0), (1, "b", 1), (2, "a", 100)}
+
+
+def test_the_choice(write: Write, tmp_path: Path) -> None:
+    found = parts(record(tmp_path))
+    only = Choice(gpu=lambda node, gpu: node == "node1" and gpu.uuid == "GPU-a", since=T0 + 5, until=T0 + 11)
+    rows = write(found, tmp_path / "out", only)
+    assert {r["device"] for r in rows} == {"gpu0", "rank4"}
+    assert sorted({r["time_s"] - T0 for r in rows}) == [5, 6, 7, 8, 9, 10]
+    assert write(found, tmp_path / "out", Choice(gpu=lambda node, gpu: False)) == []
+    assert write(found, tmp_path / "out", Choice(since=T0 + 1000)) == []
+    assert write([], tmp_path / "out") == []
+
+
+def test_fields_of_later_versions_are_left_out(write: Write, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "n")
+    writer.begin(Header(node="n", t=T0, mono=0.0, interval_s=1.0, fast=["host.cpu", "host.aura", "moon0.phase"]))
+    writer.fast(0.0, np.array([0.5, 1.0, 2.0]))
+    writer.close()
+    (row,) = write(parts(tmp_path / "n"), tmp_path / "out")
+    assert row["cpu"] == 0.5 and "aura" not in row
+
+
+def test_an_unknown_phase_is_missing(write: Write, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "n")
+    writer.begin(Header(node="n", t=T0, mono=0.0, interval_s=1.0, ranks=[0], fast=["rank0.phase"]))
+    for d, code in enumerate((0.0, 99.0, np.nan)):
+        writer.fast(float(d), np.array([code]))
+    writer.close()
+    assert [r["phase"] for r in write(parts(tmp_path / "n"), tmp_path / "out")] == ["idle", None, None]
+
+
+def test_damage_costs_the_damaged_segment(tmp_path: Path) -> None:
+    good, bad = record(tmp_path, "good", seconds=4), record(tmp_path, "bad", seconds=4)
+    (bad / "0" / "header.json").write_text("{")
+    written = write_csv(parts(bad, good), tmp_path / "out.csv")
+    assert written.rows == 4 * 3 + 1 and len(written.trouble) == 1 and "damaged" in written.trouble[0]
+
+
+def test_every_field_has_a_column() -> None:
+    assert set(FIELDS) == {f.name for f in (*fields.GPU, *fields.HOST, *fields.RANK)}
+
+
+@pytest.mark.parametrize("to", [write_csv, write_parquet], ids=["csv", "parquet"])
+def test_a_place_that_cannot_be_written(to: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "no" / "x", tmp_path / "file" / "x", Path("/proc/x")):
+        with pytest.raises(ConfigError, match="cannot be written") as e:
+            to([], place)
+        assert e.value.fix
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            to([], place)
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_disk_that_gets_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(table, "_write", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_csv([], path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_as_open_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_csv([], tmp_path / "out.csv")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.csv").stat().st_mode & 0o777 == 0o640
+
+
+def test_parquet_does_not_go_to_standard_output() -> None:
+    with pytest.raises(UsageError, match="--csv -"):
+        write_parquet([], "-")
+
+
+def test_progress_goes_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_CELLS", 40)
+    seen: list[tuple[int, int]] = []
+    write_csv(parts(record(tmp_path)), tmp_path / "out.csv", progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 2 and seen == sorted(seen)
+    assert seen[-1][0] >= 0.99 * seen[-1][1] and len({total for _, total in seen}) == 1
+
+
+_TO_STDOUT = """
+import sys
+from pathlib import Path
+from clustertrain.telemetry.export.table import Part, write_csv
+from clustertrain.telemetry.series import open_node
+write_csv([Part(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys.argv[2]), "-")
+"""
+
+
+@pytest.mark.parametrize(("times", "lines"), [(1, None), (2000, 3)])
+def test_standard_output_whose_reader_may_leave(times: int, lines: int | None, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _TO_STDOUT, str(record(tmp_path)), str(times)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        rows = [child.stdout.readline() for _ in range(lines)] if lines else child.stdout.readlines()
+        child.stdout.close()
+        assert child.wait(120) == 0 and child.stderr.read() == ""
+    assert rows[0].startswith('"time_s","attempt"') and rows[1].startswith('1700000000,1,"node1","gpu0"')
+    assert len(rows) == (lines or 1 + 25 * 3 + 3)

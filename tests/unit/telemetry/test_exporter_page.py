@@ -1,0 +1,287 @@
+"""The exporter's page and file, over real sockets and folders."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.spec.telemetry import ExporterSpec
+from clustertrain.telemetry.export import textfile
+from clustertrain.telemetry.export.exporter import Exporter
+from clustertrain.telemetry.export.feed import Feed, Labels
+from clustertrain.telemetry.export.page import PORTS
+from tests.unit.telemetry.snapshots import LABELS, full, snapshot
+
+WAIT_S = 30.0
+
+
+class Watched:
+    """An exporter and its events, in order."""
+
+    def __init__(self, spec: ExporterSpec, labels: Labels = LABELS) -> None:
+        self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self.exporter = Exporter(spec, labels, lambda name, **fields: self.events.put((name, fields)))
+
+    def next_event(self) -> tuple[str, dict[str, Any]]:
+        return self.events.get(timeout=WAIT_S)
+
+    def started(self) -> int:
+        self.exporter.start()
+        name, fields = self.next_event()
+        assert name == "exporter_started", fields
+        return int(fields.get("port", 0))
+
+
+@pytest.fixture
+def export() -> Iterator[Callable[..., Watched]]:
+    made: list[Watched] = []
+
+    def make(labels: Labels = LABELS, **spec: Any) -> Watched:
+        made.append(Watched(ExporterSpec(**spec), labels))
+        return made[-1]
+
+    yield make
+    for watched in made:
+        assert watched.exporter.stop(WAIT_S)
+
+
+def free_port(count: int = 1) -> int:
+    """The first of so many ports in a row that are free."""
+    for first in range(20000, 60000, 50):
+        try:
+            for port in range(first, first + count):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free port")
+
+
+def get(port: int, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=WAIT_S) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text: str = answer.read().decode()
+        return text
+
+
+def test_a_scrape_has_the_newest_snapshot(export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS))
+    port = watched.started()
+    assert get(port) == ""  # before the first tick
+    for value in (0.25, 0.75):
+        watched.exporter.observe(snapshot({"host.cpu": value}))
+        assert f'node="node1",run="demo-abcdef"}} {value}' in get(port)
+
+
+def test_nothing_of_the_agents_own_process(export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS))
+    port = watched.started()
+    watched.exporter.observe(snapshot(full()))
+    lines = [line for line in get(port).splitlines() if not line.startswith("#")]
+    assert lines and all(line.startswith("clustertrain_") for line in lines)
+
+
+def test_a_port_that_is_taken_moves_it_to_the_next(export: Callable[..., Watched]) -> None:
+    first = free_port(PORTS)
+    with socket.create_server(("127.0.0.1", first)):
+        assert export(port=first).started() == first + 1
+        assert export(port=first).started() == first + 2
+
+
+def test_where_all_ports_are_taken_the_run_goes_on(
+    export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clustertrain.telemetry.export.page.PORTS", 1)
+    first = free_port()
+    with socket.create_server(("127.0.0.1", first)):
+        watched = export(port=first)
+        watched.exporter.start()
+        name, fields = watched.next_event()
+        assert name == "exporter_failed" and f"127.0.0.1 port {first}: Address already in use" in fields["reason"]
+        assert "telemetry.prometheus.port" in fields["fix"]
+        watched.exporter.observe(snapshot(full()))
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_somebody_else(address: str, export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(), address=address)
+    watched.exporter.start()
+    name, fields = watched.next_event()
+    assert name == "exporter_failed" and fields["reason"].startswith(f"{address} port")
+
+
+def test_ipv6(export: Callable[..., Watched]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    watched = export(port=free_port(PORTS), address="::1")
+    port = watched.started()
+    watched.exporter.observe(snapshot(full()))
+    assert "clustertrain_gpu_info" in get(port, "[::1]")
+
+
+def test_it_listens_on_the_loopback_alone(export: Callable[..., Watched]) -> None:
+    port = export(port=free_port(PORTS)).started()
+    with socket.create_server(("127.0.0.2", port)):  # else this would be "address already in use"
+        pass
+
+
+def test_the_port_is_given_back(export: Callable[..., Watched]) -> None:
+    first = free_port(PORTS)
+    for _ in range(2):
+        watched = export(port=first)
+        assert watched.started() == first
+        watched.exporter.observe(snapshot(full()))
+        get(first)
+        assert watched.exporter.stop(WAIT_S)
+
+
+def test_it_ends_before_it_has_begun(export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS))
+    watched.exporter.start()
+    assert watched.exporter.stop(WAIT_S)
+    never = export(port=free_port(PORTS))
+    assert never.exporter.stop(0.0)
+
+
+def test_clients_that_ask_nothing_hold_up_neither_the_sampler_nor_a_scrape(export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS))
+    port = watched.started()
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+    try:
+        silent[0].sendall(b"GET /metrics HTT")
+        watched.exporter.observe(snapshot({"host.cpu": 0.125}))
+        assert "0.125" in get(port)
+        assert watched.exporter.stop(WAIT_S)
+    finally:
+        for client in silent:
+            client.close()
+
+
+def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS))
+    port = watched.started()
+    before = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    try:
+        for client in clients[8:]:
+            client.settimeout(WAIT_S)
+            assert client.recv(1) == b""  # turned away
+        assert threading.active_count() <= before + 8
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_run_that_exports_nothing_imports_nothing_for_it() -> None:
+    program = (
+        "import sys; from clustertrain.telemetry.export.exporter import Exporter;"
+        "from clustertrain.telemetry.export.feed import Labels; from clustertrain.spec.telemetry import ExporterSpec;"
+        "e = Exporter(ExporterSpec(), Labels('r', '', 1, 'n')); e.start(); assert e.stop();"
+        "print('prometheus_client' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"]
+
+
+class Files:
+    """A TextFile whose thread is the test's own, but for the wait between two writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.written = threading.Semaphore(0)
+        self.feed = Feed(LABELS, 1.0)
+        self.feed.observe(snapshot(full()))
+        self.file = textfile.TextFile(self.feed, path, self._tell, every_s=0.01)
+        self.thread = threading.Thread(target=self.file.run, daemon=True)
+
+    def _tell(self, name: str, **fields: Any) -> None:
+        self.told.append((name, fields))
+        self.written.release()
+
+    def begin(self) -> None:
+        self.thread.start()
+        assert self.written.acquire(timeout=WAIT_S)
+
+
+def test_the_file_is_whole_for_everybody_and_gone_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / textfile.name_of(LABELS)
+    files = Files(path)
+    before = os.umask(0o077)
+    try:
+        files.begin()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert path.name == "clustertrain-4711-node1.prom"
+    for _ in range(50):  # replaced all the while
+        assert path.read_text().rstrip().splitlines()[-1].startswith("clustertrain_sampler_last_sample")
+        # node_exporter reads whatever ends in .prom.
+        assert [p for p in tmp_path.iterdir() if p.suffix == ".prom"] == [path]
+    assert files.file.stop(WAIT_S)
+    assert list(tmp_path.iterdir()) == []
+    assert files.told == [("exporter_started", {"textfile": str(path)})]
+
+
+def test_a_folder_that_is_not_there_is_told_once_and_tried_again(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    files = Files(folder / "x.prom")
+    files.begin()
+    assert files.told[0] == ("exporter_failed", {"reason": f"{folder / 'x.prom'}: No such file or directory"})
+    folder.mkdir()
+    assert files.written.acquire(timeout=WAIT_S)
+    assert [name for name, _ in files.told] == ["exporter_failed", "exporter_started"]
+    assert files.file.stop(WAIT_S)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    files = Files(tmp_path / "file" / "x.prom")
+    files.begin()
+    assert files.told[0][0] == "exporter_failed" and "Not a directory" in files.told[0][1]["reason"]
+    assert files.file.stop(WAIT_S)
+
+
+def test_what_killed_agents_left_is_swept_away(tmp_path: Path) -> None:
+    old, fresh, others = (tmp_path / f"clustertrain-{n}-n.prom" for n in ("1", "2", "3"))
+    foreign = tmp_path / "node.prom"
+    for path in (old, fresh, others, foreign):
+        path.write_text("")
+    for path in (old, foreign):
+        os.utime(path, (1.0, 1.0))
+    files = Files(tmp_path / "x.prom")
+    files.begin()
+    assert files.file.stop(WAIT_S)
+    assert {p.name for p in tmp_path.iterdir()} == {fresh.name, others.name, foreign.name}
+
+
+def test_both_at_once(tmp_path: Path, export: Callable[..., Watched]) -> None:
+    watched = export(port=free_port(PORTS), textfile=str(tmp_path))
+    watched.exporter.start()
+    watched.exporter.observe(snapshot(full()))
+    told = [watched.next_event() for _ in range(2)]
+    assert sorted(next(iter(fields)) for _, fields in told) == ["address", "textfile"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [
+        (Labels("gpt-abcdef", "12_3", 1, "n1.site.org"), "clustertrain-12_3-n1.site.org.prom"),
+        (Labels("gpt-abcdef", "", 1, "a/../b c"), "clustertrain-gpt-abcdef-a_.._b_c.prom"),
+    ],
+)
+def test_file_names(labels: Labels, name: str) -> None:
+    assert textfile.name_of(labels) == name
