@@ -120,3 +120,13 @@ def columns(gpus: int, ranks: list[int], pace: Pace) -> list[str]:
     found += [column("host", f.name) for f in HOST if f.pace == pace]
     found += [column(f"rank{r}", f.name) for r in ranks for f in RANK if f.pace == pace]
     return found
+
+
+_DECIMALS = {"ratio": 4, "W": 1, "J": 1, "s": 3}
+_FRACTIONAL = {"load1": 2}
+
+
+def decimals(name: str) -> int:
+    """Digits after the point that are kept of a column: what the sensor has and a reader can use."""
+    field = of(name)
+    return 3 if field is None else _FRACTIONAL.get(field.name, _DECIMALS.get(field.unit, 0))

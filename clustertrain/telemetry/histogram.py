@@ -1,0 +1,75 @@
+"""Histograms with logarithmic bins that differ by 2 %, so that any two can be merged and a quantile is within 1 %."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+GROWTH = 1.02
+SMALLEST = 1e-6  # below it a value counts as 0; the registered fields have none that is negative
+_LOG = math.log(GROWTH)
+# Bin 0 holds zeros; bin i > 0 holds SMALLEST * GROWTH**(i - 1) up to the next; the last all from 1e19 on.
+BINS = 2 + math.ceil(math.log(1e19 / SMALLEST) / _LOG)
+
+
+def bins_of(values: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
+    """The bin of each value; none may be NaN."""
+    raised = np.maximum(values, SMALLEST * (1 - 1e-12))
+    at: npt.NDArray[np.intp] = np.floor(np.log(raised / SMALLEST) / _LOG).astype(np.intp) + 1
+    return np.clip(at, 0, BINS - 1)
+
+
+class Histogram:
+    """How often values fell into each bin."""
+
+    __slots__ = ("bins", "counts")
+
+    def __init__(self, bins: Counts | None = None, counts: Counts | None = None) -> None:
+        """``bins`` ascending, without repeats; ``counts`` beside them."""
+        self.bins = np.empty(0, dtype=np.int64) if bins is None else bins
+        self.counts = np.empty(0, dtype=np.int64) if counts is None else counts
+
+    @property
+    def count(self) -> int:
+        return int(self.counts.sum())
+
+    def add(self, values: Column) -> None:
+        """Count ``values``, without those that are NaN."""
+        there = values[np.isfinite(values)]
+        bins, counts = np.unique(bins_of(there), return_counts=True)
+        self.merge(Histogram(bins.astype(np.int64), counts.astype(np.int64)))
+
+    def merge(self, other: Histogram) -> None:
+        """Count all that ``other`` counted."""
+        if not len(other.bins):
+            return
+        if not len(self.bins):
+            self.bins, self.counts = other.bins.copy(), other.counts.copy()
+            return
+        bins = np.union1d(self.bins, other.bins)
+        counts = np.zeros(len(bins), dtype=np.int64)
+        counts[np.searchsorted(bins, self.bins)] += self.counts
+        counts[np.searchsorted(bins, other.bins)] += other.counts
+        self.bins, self.counts = bins, counts
+
+    def quantile(self, q: float, low: float = 0.0, high: float = math.inf) -> float:
+        """The value below which the share ``q`` lies, within 1 %; NaN of nothing.
+
+        Args:
+            low: the least and ``high`` the greatest value that was counted, where they are known: the answer is
+                between them, and exact where they are the same.
+        """
+        if not len(self.counts):
+            return math.nan
+        upto = np.cumsum(self.counts)
+        at = min(int(np.searchsorted(upto, q * int(upto[-1]), side="left")), len(upto) - 1)
+        return min(max(_middle(int(self.bins[at])), low), high)
+
+
+def _middle(number: int) -> float:
+    return 0.0 if number == 0 else SMALLEST * math.exp((number - 0.5) * _LOG)
