@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from clustertrain import fsio
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry import fields, series
-from clustertrain.telemetry.grid import Columns, Grid, Matrix, Piece, Sums, Table
+from clustertrain.telemetry.grid import Grid, Matrix, Piece, Sums, Table, pieces
 from clustertrain.telemetry.series import Segment
 from clustertrain.telemetry.summary import Summary
 
@@ -85,10 +84,11 @@ def curves(run: RunDir, summary: Summary) -> Curves:
     row_of = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
     for node, segment in _segments(run, summary, names):
         here = {f"gpu{i}": row_of.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
-        columns = Columns(segment, _columns([d for d, row in here.items() if row is not None]), plan.rollup_s)
+        columns = pieces(segment, _columns([d for d, row in here.items() if row is not None], GPU_CURVES), plan.gpu_s)
         for device, row in here.items():
             if row is not None:
                 gpus.add(row, columns, device, GPU_CURVES)
+        columns = pieces(segment, _columns(["host"], HOST_CURVES), plan.host_s)
         hosts.add(names.index(node), columns, "host", HOST_CURVES)
     every = gpus.table()
     return Curves(
@@ -107,25 +107,27 @@ def curves(run: RunDir, summary: Summary) -> Curves:
 
 @dataclass(frozen=True)
 class _Plan:
-    """``rollup_s``: the roll-up that is read, None for the samples themselves."""
+    """The grids, and the steps of the roll-ups that are read for them."""
 
     gpu_grid: Grid
     host_grid: Grid
-    rollup_s: int | None
+    gpu_s: float
+    host_s: float
 
     @staticmethod
     def of(summary: Summary, rows: int) -> _Plan:
         start, end = summary.window.start, summary.window.end
         if start is None or end is None:
-            return _Plan(Grid(0.0, 1.0, 0), Grid(0.0, 1.0, 0), _COARSE)
+            return _Plan(Grid(0.0, 1.0, 0), Grid(0.0, 1.0, 0), _COARSE, _COARSE)
         span = max(end - start, 1.0)
         step = span / min(_POINTS, max(_CELLS // max(1, rows * len(GPU_CURVES)), _ENOUGH))
         if span / _FINE < _ENOUGH and span * max(1, len(summary.gpus)) <= _MOST_SAMPLES:
             # Two samples a point, so that none is empty because a sample came a little late; hosts are read every 10 s.
-            return _Plan(Grid.over(start, span, max(step, 2.0)), Grid.over(start, span, max(step, 20.0)), None)
+            gpu, host = Grid.over(start, span, max(step, 2.0)), Grid.over(start, span, max(step, 20.0))
+            return _Plan(gpu, host, gpu.step_s, host.step_s)
         rollup = _FINE if span / _COARSE < 2 * _ENOUGH else _COARSE
         grid = Grid.over(start, span, max(step, rollup))
-        return _Plan(grid, grid, rollup)
+        return _Plan(grid, grid, rollup, rollup)
 
     @property
     def words(self) -> str:
@@ -133,19 +135,14 @@ class _Plan:
         return f"Each point is the mean of {f'{step / 60:g} min' if step >= 60 else f'{step:g} s'}."
 
 
-def _columns(devices: Sequence[str]) -> list[str]:
-    found = [fields.column(d, f) for d in devices for parts in GPU_CURVES.values() for f in parts]
-    return found + [fields.column("host", f) for parts in HOST_CURVES.values() for f in parts]
+def _columns(devices: Sequence[str], wanted: Mapping[str, Sequence[str]]) -> list[str]:
+    return [fields.column(d, f) for d in devices for parts in wanted.values() for f in parts]
 
 
 def _segments(run: RunDir, summary: Summary, names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
     for attempt in summary.attempts:
         for node in names:
-            try:
-                found = series.open_node(run.attempt(attempt.n).telemetry / node)
-            except OSError:
-                continue
-            for segment in found:
+            for segment in series.open_node(run.attempt(attempt.n).telemetry / node):
                 yield node, segment
 
 
@@ -198,7 +195,7 @@ def _heat(gpus: Sums) -> Table:
     return gpus.table(HEAT_CURVES, together=max(1, math.ceil(gpus.grid.points / most)))
 
 
-def _pooled(table: Table, pool: Any) -> Table:
+def _pooled(table: Table, pool: Callable[[Matrix], list[Matrix]]) -> Table:
     values = {name: np.array(pool(m)) for name, m in table.values.items()}
     return Table(table.start, table.step_s, table.points, values)
 
@@ -207,14 +204,13 @@ def _rows_of(summary: Summary, nodes: Sequence[str]) -> list[list[int]]:
     return [[i for i, g in enumerate(summary.gpus) if g.node == node] for node in nodes]
 
 
-def _over_rows(matrix: Matrix, how: Any) -> Matrix:
+def _over_rows(matrix: Matrix, how: Callable[..., Matrix]) -> Matrix:
     """``how`` over the rows that have a value; NaN where none has."""
     if not len(matrix):
         return np.full(matrix.shape[1], np.nan)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN", RuntimeWarning)
-        found: Matrix = how(matrix, axis=0)
-    return found
+        return how(matrix, axis=0)
 
 
 def _mean(matrix: Matrix) -> Matrix:
@@ -231,16 +227,23 @@ def _high(matrix: Matrix) -> Matrix:
 
 def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
     """Of the rows that rank 0 logged in all attempts, repeated steps included."""
-    sums = Sums(grid, 1)
+    logs = []
     for attempt in summary.attempts:
         try:
-            rows = [r for r in fsio.read_lines(run.metrics_of(attempt.n)) if _is_number(r.get("t"))]
+            logs.append([r for r in fsio.read_lines(run.metrics_of(attempt.n)) if _is_number(r.get("t"))])
         except OSError:
             continue
-        t = np.array([r["t"] for r in rows], dtype=np.float64)
-        for name in TRAINING_CURVES:
-            values = [r[name] if _is_number(r.get(name)) else math.nan for r in rows]
-            sums.put(0, name, Piece(t, np.array(values, dtype=np.float64), np.ones(len(t))))
+    rows = [r for log in logs for r in log]
+    t = np.array([r["t"] for r in rows], dtype=np.float64)
+    apart = np.concatenate([np.diff([r["t"] for r in log]) for log in logs] or [np.empty(0)])
+    if len(apart) and grid.points:
+        # A step may take longer than a point of the GPUs' curves, and a line of lone points is none.
+        span = grid.points * grid.step_s
+        grid = Grid.over(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(apart))), span))
+    sums = Sums(grid, 1)
+    for name in TRAINING_CURVES:
+        values = [r[name] if _is_number(r.get(name)) else math.nan for r in rows]
+        sums.put(0, name, Piece(t, np.array(values, dtype=np.float64), np.ones(len(t))))
     return sums.table()
 
 

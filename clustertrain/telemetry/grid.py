@@ -1,4 +1,4 @@
-"""Samples and roll-ups of many segments, brought onto one grid of equal steps."""
+"""Roll-ups of many segments, brought onto one grid of equal steps."""
 
 from __future__ import annotations
 
@@ -60,53 +60,12 @@ class Piece:
     weights: Column
 
 
-class Columns:
-    """The columns of a segment: its samples, or with ``rollup_s`` its roll-up."""
-
-    def __init__(self, segment: Segment, wanted: Sequence[str], rollup_s: int | None) -> None:
-        self._pieces: dict[str, Piece] = {}
-        if rollup_s is None:
-            self._read_samples(segment, wanted)
-        else:
-            self._read_rollup(segment, wanted, rollup_s)
-
-    def get(self, column: str) -> Piece | None:
-        return self._pieces.get(column)
-
-    def _read_rollup(self, segment: Segment, wanted: Sequence[str], rollup_s: int) -> None:
-        rollup = segment.rollup(rollup_s)
-        if not len(rollup.t):
-            return
-        middle = rollup.t + rollup.step_s / 2
-        numbers = {name: i for i, name in enumerate(rollup.columns)}
-        for name in wanted:
-            i = numbers.get(name)
-            if i is not None:
-                weights = np.asarray(rollup.count[:, i], dtype=np.float64)
-                self._pieces[name] = Piece(middle, np.asarray(rollup.mean[:, i], dtype=np.float64), weights)
-
-    def _read_samples(self, segment: Segment, wanted: Sequence[str]) -> None:
-        for pace, known in ((fields.FAST, segment.header.fast), (fields.SLOW, segment.header.slow)):
-            chosen = [c for c in known if c in set(wanted)]
-            if not chosen:
-                continue
-            frame = segment.samples(pace, chosen)
-            ones = np.ones(len(frame.t))
-            for name, values in frame.values.items():
-                about = fields.of(name)
-                counts = about is not None and about.kind == "counter"
-                self._pieces[name] = Piece(frame.t, _rate(frame.t, values) if counts else values, ones)
-
-
-def _rate(t: Column, values: Column) -> Column:
-    """Per second, since the sample before that has a value; NaN where the counter began anew."""
-    rate = np.full(len(values), np.nan)
-    there = np.flatnonzero(np.isfinite(values))
-    if len(there) > 1:
-        width, rise = np.diff(t[there]), np.diff(values[there])
-        good = (width > 0) & (rise >= 0)
-        rate[there[1:][good]] = rise[good] / width[good]
-    return rate
+def pieces(segment: Segment, wanted: Sequence[str], step_s: float) -> dict[str, Piece]:
+    """Those of the columns ``wanted`` that the segment has, from its roll-up of ``step_s``."""
+    rollup = segment.rollup(step_s, wanted)
+    middle = rollup.t + rollup.step_s / 2
+    count, mean = np.asarray(rollup.count, dtype=np.float64), np.asarray(rollup.mean, dtype=np.float64)
+    return {name: Piece(middle, mean[:, i], count[:, i]) for i, name in enumerate(rollup.columns) if len(middle)}
 
 
 class Sums:
@@ -116,10 +75,10 @@ class Sums:
         self.grid, self.rows = grid, rows
         self._of: dict[str, tuple[Matrix, Matrix]] = {}
 
-    def add(self, row: int, columns: Columns, device: str, wanted: Mapping[str, Sequence[str]]) -> None:
+    def add(self, row: int, columns: Mapping[str, Piece], device: str, wanted: Mapping[str, Sequence[str]]) -> None:
         """``wanted``: the curve's name and the fields of ``device`` that it is the sum of."""
         for name, parts in wanted.items():
-            found = [p for p in (columns.get(fields.column(device, part)) for part in parts) if p is not None]
+            found = [columns[c] for c in (fields.column(device, part) for part in parts) if c in columns]
             if found:
                 self.put(row, name, Piece(found[0].t, np.sum([p.values for p in found], axis=0), found[0].weights))
 

@@ -130,4 +130,3 @@ def _attempt(attempt: AttemptSummary) -> dict[str, Any]:
     start = attempt.start if attempt.start is not None else attempt.window.start
     end = attempt.end if attempt.end is not None else attempt.window.end
     return {"n": attempt.n, "start": start, "end": end, "ending": attempt.ending}
-
