@@ -1,6 +1,8 @@
 // The line charts. All charts share one range of time and one cursor.
 const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3]];
 const FONT = '11px system-ui, "DejaVu Sans", sans-serif';
+// Whether this is the chart in use; all others only follow its cursor in time.
+const pointed_at = (u) => u.over.matches(":hover") || u.root.parentElement === document.activeElement;
 const NEAR = 24; // px within which the line next to the cursor is named
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -68,7 +70,7 @@ class Charts {
     plot.setScale("x", { min: this.view[0], max: this.view[1] });
     box.tabIndex = 0;
     box.setAttribute("role", "img");
-    box.onkeydown = (event) => this.key(plot, event);
+    box.onkeydown = (event) => this.key(plot, options.lane, event);
     this.plots.push({ plot, box, height: options.height });
     return plot;
   }
@@ -84,7 +86,7 @@ class Charts {
     const width = Math.min(end - start, Math.max(to - from, Math.min(least, end - start)));
     const low = Math.min(Math.max((from + to) / 2 - width / 2, start), end - width);
     this.view = [low, low + width];
-    this.plots.forEach(({ plot }) => plot.setScale("x", { min: this.view[0], max: this.view[1] }));
+    this.redraw();
     this.listeners.forEach((tell) => tell(this.view));
   }
 
@@ -99,15 +101,20 @@ class Charts {
     this.show(this.view[0] + by, this.view[1] + by);
   }
 
-  key(plot, event) {
-    const point = (by) => {
-      const left = plot.cursor.left >= 0 ? plot.cursor.left : plot.over.clientWidth / 2;
-      const width = plot.over.clientWidth;
-      plot.setCursor({ left: Math.min(Math.max(left + by * Math.max(1, width / 200), 0), width - 1), top: 5 }, true);
+  // `lane`: the height of a row in px, where the chart has rows.
+  key(plot, lane, event) {
+    const { clientWidth: width, clientHeight: height } = plot.over;
+    const within = (at, most) => Math.min(Math.max(at, 0), most - 1);
+    const point = (by, down) => {
+      const { left, top } = plot.cursor;
+      const from = left >= 0 ? [left, top] : [width / 2, (lane || 10) / 2];
+      const place = [from[0] + by * Math.max(1, width / 200), from[1] + down * (lane || 0)];
+      plot.setCursor({ left: within(place[0], width), top: within(place[1], height) }, true);
     };
     const deeds = {
-      ArrowLeft: () => point(-1),
-      ArrowRight: () => point(1),
+      ArrowLeft: () => point(-1, 0),
+      ArrowRight: () => point(1, 0),
+      ...(lane && { ArrowUp: () => point(0, -1), ArrowDown: () => point(0, 1) }),
       "+": () => this.zoom(0.5),
       "-": () => this.zoom(2),
       0: () => this.show(...this.whole),
@@ -125,11 +132,26 @@ class Charts {
   }
 
   redraw() {
-    this.plots.forEach(({ plot }) => plot.redraw(true, true));
+    // uPlot's own redraw() would take back a range that was set in the same turn of the event loop.
+    this.plots.forEach(({ plot }) => plot.setScale("x", { min: this.view[0], max: this.view[1] }));
   }
 }
 
+// Hours of the day, with the date below where a day begins.
+function time_labels(u, moments, axis, space, step) {
+  let day = "";
+  return moments.map((t) => {
+    const [date, clock] = moment(t).split(" ");
+    if (step >= 86400) return date.slice(5);
+    const text = step >= 60 ? clock.slice(0, 5) : clock;
+    const said = date === day ? text : `${text}\n${date}`;
+    day = date;
+    return said;
+  });
+}
+
 const time_axis = () => ({
+  values: time_labels,
   stroke: () => colour("--soft"),
   font: FONT,
   grid: { stroke: () => colour("--grid"), width: 1 },
@@ -161,7 +183,7 @@ function backdrop(data) {
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    ctx.fillStyle = colour("--attempt");
+    ctx.fillStyle = colour("--even");
     for (const a of data.attempts) {
       if (a.n % 2 || a.start === null || a.end === null) continue;
       const left = u.valToPos(a.start, "x", true);
@@ -190,19 +212,21 @@ function draw_chart(charts, figure, chart, times, lines, band) {
     const i = u.cursor.idx;
     if (i === null || i === undefined || u.cursor.left < 0) {
       readout.textContent = "";
-    } else if (many && nearest) {
-      readout.textContent = `${nearest.label}: ${figure_of(nearest, i)}`;
+      return;
+    }
+    const at = moment(times[i]).slice(5);
+    if (many && nearest && pointed_at(u)) {
+      readout.textContent = `${at} · ${nearest.label}: ${figure_of(nearest, i)}`;
     } else if (many) {
       const known = lines.map((l) => l.values[i]).filter((v) => v !== null);
       const [low, high] = [Math.min(...known), Math.max(...known)];
-      readout.textContent = known.length ? `${known.length} lines: ${text(low)} – ${text(high)}` : "no sample";
+      readout.textContent = known.length ? `${at} · ${known.length} lines: ${text(low)} – ${text(high)}` : `${at} · no sample`;
     } else {
-      readout.textContent = lines.map((l) => `${l.label} ${figure_of(l, i)}`).join(" · ");
+      readout.textContent = [at, ...lines.map((l) => `${l.label} ${figure_of(l, i)}`)].join(" · ");
     }
   };
   const text = (value) => figure_text(value, chart);
   const figure_of = (l, i) => text(l.values[i]);
-  const gaps = chart.of === "training"; // a step may take longer than a point of the grid
   return charts.add(
     figure,
     {
@@ -218,14 +242,13 @@ function draw_chart(charts, figure, chart, times, lines, band) {
           stroke: () => colour(l.stroke),
           width: l.width,
           dash: l.dash,
-          spanGaps: gaps,
           points: { show: false },
         })),
       ],
       bands: band ? [{ series: band, fill: () => colour("--band") }] : [],
       axes: [
         time_axis(),
-        { ...time_axis(), size: 46, space: 34, values: (u, ticks) => ticks.map(brief) },
+        { ...time_axis(), size: 50, space: 34, values: (u, ticks) => ticks.map(brief) },
       ],
       hooks: {
         drawClear: [backdrop(charts.data)],

@@ -38,7 +38,7 @@ const SIGNS = {
   dot: (c, x, y, r) => c.arc(x, y, r, 0, 7),
 };
 const LANE_COLOURS = {
-  Faults: "--critical", Alerts: "--warning", "Signals, stops": "--c1", Restores: "--c2", Checkpoints: "--c0",
+  Faults: "--critical", Alerts: "--warning", Stops: "--c1", Restores: "--c2", Checkpoints: "--c0",
   Evaluations: "--c3", Other: "--soft",
 };
 
@@ -100,7 +100,7 @@ function draw_timeline(charts, figure) {
     readout.textContent = "";
     if (left < 0) return;
     const t = u.posToVal(left, "x");
-    const lane = names[names.length - 1 - Math.floor(u.posToVal(top, "y"))];
+    const lane = pointed_at(u) && names[names.length - 1 - Math.floor(u.posToVal(top, "y"))];
     const away = (m) => (t >= m.t && m.end !== null && t <= m.end ? 0 : Math.abs(u.valToPos(m.t, "x") - left));
     const [mark] = data.marks.filter((m) => m.lane === lane && away(m) < 9).sort((a, b) => away(a) - away(b));
     if (mark) {
@@ -114,6 +114,7 @@ function draw_timeline(charts, figure) {
     figure,
     {
       height: names.length * LANE + 40,
+      lane: LANE,
       padding: [4, 8, 0, 0],
       scales: { x: { time: true }, y: { range: () => [0, names.length] } },
       series: [{}, { show: false }],
@@ -215,6 +216,7 @@ class Heat {
       this.figure,
       {
         height: rows * high + 36,
+        lane: high,
         padding: [4, 8, 0, 0],
         scales: { x: { time: true }, y: { range: () => [0, rows] } },
         series: [{}, { show: false }],
@@ -226,7 +228,7 @@ class Heat {
     );
     this.plot.over.addEventListener("click", () => {
       const at = this.under(this.plot);
-      if (at && this.charts.view[1] - this.charts.view[0] > 0) this.pick(at.row);
+      if (at) this.pick(at.row);
     });
   }
 
@@ -247,7 +249,7 @@ class Heat {
 
   under(u) {
     const { left, top } = u.cursor;
-    if (left < 0 || top < 0) return null;
+    if (left < 0 || !pointed_at(u)) return null;
     const rows = this.charts.data.gpus.length;
     const t = u.posToVal(left, "x");
     return { t, row: Math.min(rows - 1, Math.max(0, rows - 1 - Math.floor(u.posToVal(top, "y")))) };

@@ -10,6 +10,7 @@ const pooled = (rows, pool) => rows[0].map((_, i) => {
   const known = rows.map((r) => r[i]).filter((v) => v !== null);
   return known.length ? pool(known) : null;
 });
+const GROUPS = { training: "Training", gpus: "GPUs", hosts: "Nodes" };
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
 // Lines and band of "whole job": the mean, between the lowest and the highest.
@@ -90,21 +91,23 @@ function draw_all(charts) {
     charts.remove(drawn);
     show_key(charts, select.value);
     drawn = charts.data.charts.map((chart, i) => {
-      const figure = grid.children[i];
+      const figure = figures[i];
       const { lines, band } = lines_for(charts, chart, select.value);
       const times = chart.of === "gpus" ? charts.tables.overall.times : charts.tables[chart.of].times;
       figure.querySelector(".plot").setAttribute("aria-label", `${chart.title}: ${about(lines[band ? 1 : 0], chart)}`);
       return draw_chart(charts, figure, chart, times, lines, band);
     });
   };
-  for (const chart of charts.data.charts) {
+  const figures = charts.data.charts.map((chart, i) => {
+    if (i === 0 || charts.data.charts[i - 1].of !== chart.of) fresh("h3", grid, GROUPS[chart.of]);
     const figure = fresh("figure", grid);
     figure.dataset.curve = `${chart.of}.${chart.curve}`;
     const caption = fresh("figcaption", figure, chart.title);
     if (chart.unit) fresh("span", caption, ` ${chart.unit}`).className = "unit";
     fresh("p", figure).className = "readout";
     fresh("div", figure).className = "plot";
-  }
+    return figure;
+  });
   select.onchange = draw;
   draw();
   return (gpu) => {

@@ -68,7 +68,7 @@ def drawn(curves: Curves) -> list[Chart]:
 _LANES = {
     "Faults": ("cross", ("xid", "gpu_lost", "gpu_back", "telemetry_failed", "save_given_up", "hang")),
     "Alerts": ("diamond", ("alert",)),
-    "Signals, stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "cancelled", "ended", "preempted")),
+    "Stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "cancelled", "ended", "preempted")),
     "Restores": ("up", ("restored", "restore", "first_step")),
     "Checkpoints": ("bar", ("checkpoint",)),
     "Evaluations": ("bar", ("evaluation",)),
