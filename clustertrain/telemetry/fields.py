@@ -122,11 +122,16 @@ def columns(gpus: int, ranks: list[int], pace: Pace) -> list[str]:
     return found
 
 
-_DECIMALS = {"ratio": 4, "W": 1, "J": 1, "s": 3}
-_FRACTIONAL = {"load1": 2}
+_SCALE = {"ratio": 1e3, "W": 10.0, "J": 10.0, "s": 1e3}  # by unit
+_SCALE_OF = {"load1": 100.0} | dict.fromkeys(
+    # NVML counts NVLink's traffic in KiB, and so much is exact enough of a counter that grows by megabytes.
+    ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes"),
+    1 / 1024,
+)
 
 
-def decimals(name: str) -> int:
-    """Digits after the point that are kept of a column: what the sensor has and a reader can use."""
+def scale(name: str) -> float:
+    """What a column's values are multiplied by to make whole numbers: they are kept to the nearest of those, which is
+    what the sensor has and a reader can use."""
     field = of(name)
-    return 3 if field is None else _FRACTIONAL.get(field.name, _DECIMALS.get(field.unit, 0))
+    return 1e3 if field is None else _SCALE_OF.get(field.name, _SCALE.get(field.unit, 1.0))

@@ -131,13 +131,21 @@ class Segment:
 
     def totals(self) -> dict[str, Total]:
         """What each column adds up to."""
+        return totals_of(self.sums())
+
+    def sums(self) -> Sums:
+        """As :meth:`totals`, as it is in the file."""
         tail = self._tail.paces
         if self._sums is not None and not any(len(part.d) for part in tail.values()):
-            return totals_of(self._sums)
-        adder = Adder(self.header, self._sums)
-        for pace, part in tail.items():
-            adder.add(pace, part.d, part.rows)
-        return totals_of(adder.sums(math.inf, {}))
+            sums = msgspec.structs.replace(self._sums)
+        else:
+            adder = Adder(self.header, self._sums)
+            for pace, part in tail.items():
+                adder.add(pace, part.d, part.rows)
+            sums = adder.sums(0.0 if adder.upto is None else adder.upto, {})
+        sums.reasons = self.reasons()
+        sums.end, sums.failure = None if self.end is None else self.end - self.header.t, self.failure
+        return sums
 
     def newest(self) -> dict[str, float]:
         """The last sample of each pace by column, NaN where missing; empty where there is none."""
@@ -173,8 +181,6 @@ class Segment:
             try:
                 records = self._records(since)
             except FileNotFoundError:
-                if archive.exists(self.folder):
-                    tail.paces = {p: self._rows(p, c, since, math.inf) for p, c in self.header.paces().items()}
                 return tail
             for pace, columns in self.header.paces().items():
                 tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
@@ -192,7 +198,11 @@ class Segment:
             records = blocks.read(self.folder) if low <= 0 else self._records(low)
             return _rows_of(records, pace, at, low, high)
         except FileNotFoundError:
+            pass
+        try:
             return _Rows(*archive.read(self.folder, pace, columns, low, high))
+        except FileNotFoundError:  # killed before the first flush
+            return _Rows(np.empty(0), np.empty((0, len(columns))))
 
     def _records(self, since: float) -> list[blocks.Record]:
         """All records from ``since`` on, and some before, read from the file's end."""
@@ -222,10 +232,11 @@ class Segment:
     def _stored(self, step_s: int, columns: list[str]) -> Buckets:
         every = self.header.fast + self.header.slow
         where = {c: i for i, c in enumerate(every)}
+        at = np.array([where[c] for c in columns], dtype=np.intp)
         try:
-            return rollup.read(self.folder, step_s, len(every), np.array([where[c] for c in columns], dtype=np.intp))
+            return rollup.read(self.folder, step_s, len(every), at)
         except FileNotFoundError:
-            return archive.read_rollup(self.folder, step_s, columns)
+            return rollup.joined([], len(columns))
 
     def _summed(self, step_s: float, columns: list[str], since: float) -> Buckets:
         """Buckets from the samples, from ``since`` on."""

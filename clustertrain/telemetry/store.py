@@ -153,7 +153,7 @@ class _Pending:
 
     def __init__(self, pace: Pace, columns: list[str]) -> None:
         self.pace, self.columns = pace, columns
-        self.scale = np.array([10.0 ** fields.decimals(c) for c in columns])
+        self.scale = np.array([fields.scale(c) for c in columns])
         self.d: list[float] = []
         self.rows: list[Column] = []
         self.bucket_d: list[float] = []
@@ -243,7 +243,7 @@ class _Open:
 
     def _moment(self, d: float) -> float:
         # Never before the bucket that is open: what the roll-ups have must be what lies before it.
-        d = max(round(d, 3), float(self._bucket * LEVELS[0]))
+        d = max(round(float(d), 3), float(self._bucket * LEVELS[0]))
         self.newest_d = max(d, self.newest_d)
         return d
 
@@ -268,7 +268,7 @@ class _Open:
             self._minutes = []
 
     def _keep(self, step: int, buckets: Buckets) -> None:
-        self._records[step].append(rollup.to_records(buckets))
+        self._records[step].append(rollup.to_records(buckets).tobytes())
         del self._records[step][:-_MOST_BUCKETS]
 
     def _sums(self) -> totals.Sums:

@@ -1,0 +1,136 @@
+"""Samples of a node as a training run makes them, for the benchmarks of the store: steps, checkpoints, noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from clustertrain.run import beat
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW, Pace
+from clustertrain.telemetry.store import GpuFacts, Header
+
+GIB = 2**30
+Column = npt.NDArray[np.float64]
+_STEP_S = 3.7
+_CHECKPOINT_S = 1800.0
+_SAVE_S = 25.0
+
+
+def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 1.0) -> Header:
+    ranks = list(range(first_rank, first_rank + gpus))
+    facts = [
+        GpuFacts(
+            uuid=f"GPU-{node}-{i:04d}-5a9e-4f0d", index=i, minor=i, name="NVIDIA H200", memory_total_bytes=141 * GIB,
+            ranks=[first_rank + i],
+        )
+        for i in range(gpus)
+    ]  # fmt: skip
+    return Header(
+        node=node,
+        t=t,
+        mono=1234.5,
+        interval_s=interval_s,
+        gpus=facts,
+        ranks=ranks,
+        driver="570.124.06",
+        allocation="SLURM_JOB_GPUS",
+        cpu_count=192,
+        cpu_allocated=96,
+        memory_total_bytes=2048 * GIB,
+        memory_allocated_bytes=1024 * GIB,
+        fast=fields.columns(gpus, ranks, FAST),
+        slow=fields.columns(gpus, ranks, SLOW),
+    )
+
+
+class Node:
+    """What one node records at the moments ``d``, seconds. The sensors' noise is as boards have it: utilization in
+    whole per cent with dips at the end of a step, power with the load's slow wander and 2 % of noise, a clock that is
+    constant but for the power limit, counters that are integrals, memory that moves when a phase changes, the XIDs'
+    neighbours (ECC, remaps) constant."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def rows(self, header: Header, pace: Pace, d: Column) -> Column:
+        """[n, columns of the pace], in the header's order."""
+        found = {c: np.full(len(d), np.nan) for c in header.columns(pace)}
+        saving = (d % _CHECKPOINT_S) > _CHECKPOINT_S - _SAVE_S
+        if pace == FAST:
+            for i, rank in enumerate(header.ranks):
+                self._gpu(found, i, d, saving)
+                self._rank(found, rank, d, saving)
+        else:
+            self._slow(found, header, d)
+        return np.column_stack([found[c] for c in header.columns(pace)])
+
+    def _noise(self, n: int, scale: float) -> Column:
+        return self._random.normal(0.0, scale, n)
+
+    def _gpu(self, found: dict[str, Column], i: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
+        n, random = len(d), self._random
+        interval = np.diff(d, prepend=d[0] - (d[1] - d[0] if n > 1 else 1.0))
+        dip = random.random(n) < 1 / _STEP_S / 3
+        busy = np.where(saving, 0.0, np.where(dip, random.integers(88, 99, n), 99 + (random.random(n) < 0.7)) / 100)
+        wander = np.interp(d, np.arange(d[0], d[-1] + 120, 60), self._noise(int((d[-1] - d[0]) / 60) + 3, 6.0))
+        power = np.where(saving, 128 + self._noise(n, 1.5), 655 + 3 * i + wander + self._noise(n, 11.0))
+        active = np.where(saving, 0.0, np.clip(0.78 + self._noise(n, 0.012), 0, 1))
+        capped = power > 690
+        values = {
+            "utilization": busy,
+            "memory_busy": np.where(saving, 0.0, np.rint(46 + self._noise(n, 2.2)) / 100),
+            "memory_used_bytes": np.where(saving, 118.2, 118.0) * GIB + (np.cumsum(random.random(n) < 2e-4) << 21),
+            "power_w": power,
+            "temperature_c": np.rint(np.where(saving, 48, 61 + i % 3 + wander / 6 + self._noise(n, 0.3))),
+            "sm_clock_mhz": np.where(capped, 1980 - 15 * random.integers(1, 5, n), 1980),
+            "memory_clock_mhz": np.full(n, 3201.0),
+            "throttle_power": capped * 1.0,
+            "throttle_thermal": np.zeros(n),
+            "throttle_hardware": np.zeros(n),
+            "sm_activity": active,
+            "tensor_activity": active * 0.55 + self._noise(n, 0.003) * (active > 0),
+            "dram_activity": active * 0.47 + self._noise(n, 0.004) * (active > 0),
+            "energy_j": 5.1e7 + np.cumsum(power * interval),
+        }
+        traffic = {"pcie_tx_bytes": 3e8, "pcie_rx_bytes": 9e8, "nvlink_tx_bytes": 8.8e10, "nvlink_rx_bytes": 8.8e10}
+        for name, per_s in traffic.items():
+            rate = np.where(saving, per_s / 40, per_s) * (1 + self._noise(n, 0.03))
+            values[name] = np.rint(np.cumsum(rate * interval) / 1024) * 1024  # the counters count KiB
+        for name, column in values.items():
+            found[fields.column(f"gpu{i}", name)] = column
+
+    def _rank(self, found: dict[str, Column], rank: int, d: Column, saving: npt.NDArray[np.bool_]) -> None:
+        step = np.floor(d / _STEP_S)
+        waited = np.cumsum(self._random.gamma(2.0, 0.004, int(step[-1] - step[0]) + 1))[(step - step[0]).astype(int)]
+        values = {
+            "step": step,
+            "phase": np.where(saving, beat.CHECKPOINT, beat.TRAIN),
+            "tokens": step * 524_288,
+            "data_wait_s": waited,
+        }
+        for name, column in values.items():
+            found[fields.column(f"rank{rank}", name)] = np.asarray(column, dtype=np.float64)
+
+    def _slow(self, found: dict[str, Column], header: Header, d: Column) -> None:
+        n, random = len(d), self._random
+        interval = np.diff(d, prepend=d[0] - (d[1] - d[0] if n > 1 else 10.0))
+        for i in range(len(header.gpus)):
+            values = {"processes": 1.0, "ecc_corrected": 0.0, "ecc_uncorrected": 0.0, "remapped_rows": 0.0}
+            values |= {"remap_pending": 0.0, "remap_failed": 0.0, "nvlinks_active": 18.0, "nvlink_errors": 0.0}
+            for name, value in values.items():
+                found[fields.column(f"gpu{i}", name)] = np.full(n, value)
+            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4) * 1.0
+            found[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
+        found["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
+        found["host.memory_used_bytes"] = np.rint((210 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
+        found["host.load1"] = 11 + np.abs(self._noise(n, 0.7))
+        traffic = {"network_rx": 4e5, "network_tx": 2e5, "infiniband_rx": 4.1e10, "infiniband_tx": 4.1e10}
+        for name, per_s in (traffic | {"disk_read": 0.0, "disk_write": 7e4}).items():
+            found[f"host.{name}_bytes"] = np.rint(np.cumsum(per_s * (1 + self._noise(n, 0.1)) * interval))
+        found["host.job_memory_bytes"] = np.rint((190 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
+        found["host.job_cpu_s"] = np.cumsum(11.2 * interval * (1 + self._noise(n, 0.02)))
+        found["host.job_processes"] = np.full(n, 89.0)
+        for rank in header.ranks:
+            found[f"rank{rank}.memory_bytes"] = np.rint((19 + np.cumsum(self._noise(n, 0.003))) * GIB / 4096) * 4096
+            found[f"rank{rank}.cpu_s"] = np.cumsum(1.3 * interval * (1 + self._noise(n, 0.02)))
