@@ -151,11 +151,17 @@ function wire_theme(redraw) {
   };
   button.hidden = false;
   system.addEventListener("change", update);
-  let before;
-  addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; redraw(); });
+  let screen = null; // the theme while it is printed, in light colours
+  addEventListener("beforeprint", () => {
+    screen ??= { theme: root.dataset.theme };
+    root.dataset.theme = "light";
+    redraw();
+  });
   addEventListener("afterprint", () => {
-    if (before) root.dataset.theme = before;
+    if (!screen) return;
+    if (screen.theme) root.dataset.theme = screen.theme;
     else delete root.dataset.theme;
+    screen = null;
     redraw();
   });
   update();

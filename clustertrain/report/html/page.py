@@ -21,8 +21,8 @@ from clustertrain.telemetry.summary import AttemptSummary, Summary
 
 UPLOT = "1.6.32"
 _VENDORED = Path(__file__).parent / "vendored"
-_SCRIPTS = ("data.js", "charts.js", "maps.js", "page.js")
-_STYLES = ("page.css",)
+SCRIPTS = ("data.js", "charts.js", "maps.js", "page.js")
+STYLES = ("page.css",)
 
 
 def render(summary: Summary, curves: Curves) -> str:
@@ -32,7 +32,7 @@ def render(summary: Summary, curves: Curves) -> str:
 
     folder = templates.folder() / "telemetry"
     scripts = [_read(_VENDORED / "uPlot.iife.min.js"), _wrapped(folder)]
-    styles = [_read(_VENDORED / "uPlot.min.css"), *(_read(folder / s) for s in _STYLES)]
+    styles = [_read(_VENDORED / "uPlot.min.css"), *(_read(folder / s) for s in STYLES)]
     marks, left_out = charts.placed(summary)
     packer = Packer()
     data = _data(summary, curves, marks, packer)
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def _wrapped(folder: Path) -> str:
-    body = "\n".join(_read(folder / name) for name in _SCRIPTS)
+    body = "\n".join(_read(folder / name) for name in SCRIPTS)
     return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
