@@ -6,34 +6,18 @@ Exit status: 0 all targets met, 1 one missed, 2 an unknown name, 3 one could not
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, measure, planner, step_overhead
+from benchmarks import checkpoint, cli_speed, planner, step_overhead, telemetry
 from benchmarks.measure import CannotRun
-
-
-def telemetry_overhead() -> int:
-    """Run it as the command that it is, and keep what it prints."""
-    result = measure.context(("clustertrain", "nvidia-ml-py", "psutil"))
-    argv = [sys.executable, "-m", "benchmarks.telemetry_overhead"]
-    done = subprocess.run(argv, cwd=measure.ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotRun(f"benchmarks.telemetry_overhead failed: {done.stderr.strip()[-1000:]}")
-    result["result"] = json.loads(done.stdout)
-    path = measure.write("telemetry_overhead", result)
-    print(f"{result['result']}; written to {path.relative_to(measure.ROOT)}")
-    return 0
-
 
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "checkpoint": (checkpoint.main, "save and restore against DCP, torchsnapshot, torch.save and bare files; long"),
     "cli_speed": (cli_speed.main, "--help and submit against click, submitit and torchx"),
     "planner": (planner.main, "predictions against published configurations; writes docs/planner.md"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer against a bare PyTorch loop"),
-    "telemetry_overhead": (telemetry_overhead, "processor time of the sampler with 8 stand-in GPUs, over a minute"),
+    "telemetry": (telemetry.main, "what the sampler costs, bytes a value, and the wait for a report of 1,024 GPUs"),
 }
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from clustertrain import fsio
 from clustertrain.run import beat
-from clustertrain.telemetry import fields
+from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.telemetry import fields, totals
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.store import GpuFacts, Header
+from clustertrain.telemetry.store import HEADER, GpuFacts, Header, Writer
 
 GIB = 2**30
 Column = npt.NDArray[np.float64]
@@ -47,14 +54,14 @@ def header(node: str, gpus: int, first_rank: int, t: float, interval_s: float = 
 class Node:
     """What one node records at the moments ``d``, seconds. The sensors' noise is as boards have it: utilization in
     whole per cent with dips at the end of a step, power with the load's slow wander and 2 % of noise, a clock that is
-    constant but for the power limit, counters that are integrals, memory that moves when a phase changes, the XIDs'
-    neighbours (ECC, remaps) constant."""
+    constant but for the power limit, counters that are integrals of noisy rates, memory that moves with the phase,
+    no errors."""
 
     def __init__(self, seed: int = 1) -> None:
         self._random = np.random.default_rng(seed)
 
     def rows(self, header: Header, pace: Pace, d: Column) -> Column:
-        """[n, columns of the pace], in the header's order."""
+        """[n, columns of the pace], in the header's order and with the digits that the store keeps."""
         found = {c: np.full(len(d), np.nan) for c in header.columns(pace)}
         saving = (d % _CHECKPOINT_S) > _CHECKPOINT_S - _SAVE_S
         if pace == FAST:
@@ -63,7 +70,9 @@ class Node:
                 self._rank(found, rank, d, saving)
         else:
             self._slow(found, header, d)
-        return np.column_stack([found[c] for c in header.columns(pace)])
+        columns = header.columns(pace)
+        scale = np.array([fields.scale(c) for c in columns])
+        return np.rint(np.column_stack([found[c] for c in columns]) * scale) / scale
 
     def _noise(self, n: int, scale: float) -> Column:
         return self._random.normal(0.0, scale, n)
@@ -120,7 +129,7 @@ class Node:
             values |= {"remap_pending": 0.0, "remap_failed": 0.0, "nvlinks_active": 18.0, "nvlink_errors": 0.0}
             for name, value in values.items():
                 found[fields.column(f"gpu{i}", name)] = np.full(n, value)
-            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4) * 1.0
+            found[f"gpu{i}.pcie_replays"] = np.cumsum(random.random(n) < 1e-4).astype(np.float64)
             found[f"gpu{i}.memory_temperature_c"] = np.rint(72 + self._noise(n, 0.6))
         found["host.cpu"] = 0.062 + np.abs(self._noise(n, 0.004))
         found["host.memory_used_bytes"] = np.rint((210 + np.cumsum(self._noise(n, 0.02))) * GIB / 4096) * 4096
@@ -134,3 +143,71 @@ class Node:
         for rank in header.ranks:
             found[f"rank{rank}.memory_bytes"] = np.rint((19 + np.cumsum(self._noise(n, 0.003))) * GIB / 4096) * 4096
             found[f"rank{rank}.cpu_s"] = np.cumsum(1.3 * interval * (1 + self._noise(n, 0.02)))
+
+
+def write_segment(folder: Path, of: Header, samples: int, seed: int = 1, flush_s: float = 10.0) -> tuple[Path, Values]:
+    """A segment written as a sampler does, sample by sample: its folder and its values."""
+    random = np.random.default_rng(seed)
+    # Ticks are late by some tenths of a millisecond, as a thread's are.
+    d = np.round(np.arange(samples) * of.interval_s + np.abs(random.normal(0.0, 0.0006, samples)), 3)
+    every = max(1, round(of.slow_s / of.interval_s))
+    node = Node(seed)
+    values = Values(d, node.rows(of, FAST, d), d[::every], node.rows(of, SLOW, d[::every]))
+    writer = Writer(folder)
+    writer.begin(of)
+    flushed = 0.0
+    for i, at in enumerate(d.tolist()):
+        writer.fast(at, values.fast[i])
+        if i % every == 0:
+            writer.slow(at, values.slow[i // every])
+        if at - flushed >= flush_s:
+            writer.flush()
+            flushed = at
+    writer.flush()
+    segment = writer.segment
+    if segment is None:
+        raise RuntimeError("flush() claims a segment")
+    writer.end(float(d[-1]) + of.interval_s)
+    writer.close()
+    return segment, values
+
+
+@dataclass(frozen=True)
+class Values:
+    """What was written: moments [n] and values [n, columns] of each pace."""
+
+    d: Column
+    fast: Column
+    slow_d: Column
+    slow: Column
+
+    @property
+    def stored(self) -> int:
+        """Values that are there; a missing one does not count."""
+        return int(np.isfinite(self.fast).sum() + np.isfinite(self.slow).sum())
+
+
+def new_run(home: Path, name: str, nodes: list[str]) -> AttemptDir:
+    """A run directory with one attempt, which ``clustertrain telemetry`` reads."""
+    run = RunDir(home / "runs" / name)
+    attempt = run.attempt(1)
+    attempt.telemetry.mkdir(parents=True)
+    run.spec.write_text("")
+    fsio.write_json(attempt.record, {"job_id": "4711", "restart": 0, "nodes": nodes, "host": nodes[0]})
+    return attempt
+
+
+def copy_segment(source: Path, target: Path, of: Header) -> None:
+    """A compacted segment for another node: the same figures under the other's header."""
+    target.mkdir(parents=True)
+    (target / HEADER).write_bytes(msgspec.json.encode(of))
+    sums = totals.load(source)
+    if sums is None:
+        raise RuntimeError(f"{source} has no totals")
+    sums.columns = of.fast + of.slow
+    (target / totals.NAME).write_bytes(totals.dump(sums))
+    for path in source.iterdir():
+        if path.suffix == ".parquet":
+            (target / path.name).hardlink_to(path)  # a report of this length does not open them
+        elif not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)

@@ -151,8 +151,28 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
                 ds.append(d[keep])
                 tables.append(rows[keep])
     except pa.ArrowException as e:
-        raise ValueError(str(e)) from e
+        raise ValueError(f"{path_of(folder, pace).name} is damaged: {e}") from e
     return np.concatenate(ds), np.concatenate(tables)
+
+
+def reasons(folder: Path) -> dict[str, str]:
+    """The last reason for a missing value of each column.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with path_of(folder, fields.FAST).open("rb") as f:
+            told = json.loads(pq.read_schema(f).metadata[b"reasons"])
+    except FileNotFoundError:
+        return {}
+    except (pa.ArrowException, KeyError) as e:
+        raise ValueError(f"{path_of(folder, fields.FAST).name} is damaged: {e}") from e
+    return {column: reason for _, column, reason in told if reason is not None}
 
 
 def _groups_within(file: Any, low: float, high: float) -> Iterator[int]:

@@ -58,7 +58,6 @@ def compact(folder: Path, *, ended: bool = False) -> Outcome:
             raise
         return "nothing to do"  # another process was quicker
     fsio.fsync_folder(folder)
-    rollup.path_of(folder, LEVELS[0]).unlink(missing_ok=True)
     samples.unlink(missing_ok=True)  # last: as long as it is there, a second run begins at the beginning
     _clean(folder)
     return "compacted"
@@ -73,6 +72,7 @@ def _complete(segment: Segment) -> None:
         records = rollup.to_records(tables)
         if step == LEVELS[0]:
             fsio.write_bytes(rollup.packed_path(folder, step), rollup.pack(records))
+            rollup.path_of(folder, step).unlink(missing_ok=True)
         else:
             fsio.write_bytes(rollup.path_of(folder, step), records.tobytes())
     sums = segment.sums()

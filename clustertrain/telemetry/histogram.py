@@ -13,7 +13,7 @@ Counts = npt.NDArray[np.int64]
 GROWTH = 1.02
 SMALLEST = 1e-6  # below it a value counts as 0; the registered fields have none that is negative
 _LOG = math.log(GROWTH)
-# Bin 0 holds zeros; bin i > 0 holds SMALLEST * GROWTH**(i - 1) up to the next; the last all from 1e19 on.
+# Bin 0 holds zeros; bin i > 0 holds SMALLEST * GROWTH**(i - 1) up to the next; the last all from about 1e19 on.
 BINS = 2 + math.ceil(math.log(1e19 / SMALLEST) / _LOG)
 
 

@@ -75,6 +75,7 @@ class Segment:
     def __init__(self, folder: Path, header: Header, trouble: str | None = None) -> None:
         """``trouble``: why it, or a part of it, could not be read."""
         self.folder, self.header, self.trouble = folder, header, trouble
+        self._blank = math.isnan(header.t)  # no header could be read, and without it nothing means anything
 
     @property
     def n(self) -> int:
@@ -126,7 +127,7 @@ class Segment:
         wanted = every if columns is None else [c for c in every if c in set(columns)]
         found = rollup.joined([], len(wanted))
         with self._guarded("roll-ups"):
-            found = self._buckets(step_s, wanted)
+            found = found if self._blank else self._buckets(step_s, wanted)
         return Rollup(self.header.t + found.d, step_s, wanted, found.count, found.mean, found.low, found.high)
 
     def totals(self) -> dict[str, Total]:
@@ -165,7 +166,7 @@ class Segment:
     @cached_property
     def _sums(self) -> Sums | None:
         with self._guarded("totals"):
-            sums = load(self.folder)
+            sums = None if self._blank else load(self.folder)
             if sums is not None and sums.columns == self.header.fast + self.header.slow:
                 return sums
         return None
@@ -173,16 +174,19 @@ class Segment:
     @cached_property
     def _tail(self) -> _Tail:
         """What the totals do not have yet."""
-        tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(c)))) for pace, c in self.header.paces().items()})
+        paces = self.header.paces().items()
+        tail = _Tail({pace: _Rows(np.empty(0), np.empty((0, len(columns)))) for pace, columns in paces})
         since = 0.0 if self._sums is None else self._sums.d
-        if self._sums is not None and self._sums.complete:
+        if self._blank or (self._sums is not None and self._sums.complete):
             return tail
         with self._guarded("samples"):
             try:
                 records = self._records(since)
-            except FileNotFoundError:
+            except FileNotFoundError:  # compacted, and the totals are damaged; or nothing was written
+                tail.paces = {pace: self._rows(pace, columns, since, math.inf) for pace, columns in paces}
+                tail.reasons = archive.reasons(self.folder)
                 return tail
-            for pace, columns in self.header.paces().items():
+            for pace, columns in paces:
                 tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
             for record in records:
                 if isinstance(record, blocks.Reason) and record.reason is not None:
@@ -194,6 +198,8 @@ class Segment:
     def _rows(self, pace: Pace, columns: list[str], low: float, high: float) -> _Rows:
         every = self.header.columns(pace)
         at = [every.index(c) for c in columns]
+        if self._blank:
+            return _Rows(np.empty(0), np.empty((0, len(columns))))
         try:
             records = blocks.read(self.folder) if low <= 0 else self._records(low)
             return _rows_of(records, pace, at, low, high)

@@ -1,0 +1,76 @@
+"""Makes segments of a node, for the tests of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
+
+T0 = 1_790_000_000.0
+TRAIN, CHECKPOINT = 3.0, 4.0
+Values = Callable[[int], dict[str, float]]
+
+
+def header(gpus: int = 1, t: float = T0) -> Header:
+    ranks = list(range(gpus))
+    return Header(
+        node="n1",
+        t=t,
+        mono=7.0,
+        interval_s=1.0,
+        gpus=[GpuFacts(f"GPU-{i}", i, i, "H100", 80 << 30, ranks=[i]) for i in ranks],
+        ranks=ranks,
+        fast=fields.columns(gpus, ranks, FAST),
+        slow=fields.columns(gpus, ranks, SLOW),
+    )
+
+
+def working(second: int) -> dict[str, float]:
+    """A GPU of 400 W that trains 50 s and saves 10 s, in turn; its byte counters are never asked for."""
+    saving = second % 60 >= 50
+    return {
+        "gpu0.utilization": 0.0 if saving else 0.95 + (second % 3) / 100,
+        "gpu0.memory_used_bytes": float(60 << 30),
+        "gpu0.power_w": 130.5 if saving else 400.0 + second % 7,
+        "gpu0.energy_j": 1e6 + 400.0 * second,
+        "rank0.step": float(second // 2),
+        "rank0.phase": CHECKPOINT if saving else TRAIN,
+        "host.cpu": 0.25,
+        "host.network_rx_bytes": 1000.0 * second,
+    }
+
+
+def row(columns: list[str], values: dict[str, float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.array([values.get(c, np.nan) for c in columns])
+
+
+def fill(writer: Writer, of: Header, start: int, stop: int, values: Values = working, flush: int = 10) -> None:
+    """A sample a second, the slow ones every ten, written every ``flush`` s."""
+    for s in range(start, stop):
+        writer.fast(s, row(of.fast, values(s)))
+        if s % 10 == 0:
+            writer.slow(s, row(of.slow, values(s)))
+        if flush and s % flush == flush - 1:
+            writer.flush()
+
+
+def record(
+    node: Path, seconds: int, *, of: Header | None = None, values: Values = working, end: bool = True, flush: int = 10
+) -> Path:
+    """A whole segment; its folder. Without ``end`` as a kill leaves it after the last flush."""
+    of = of or header()
+    writer = Writer(node)
+    writer.begin(of)
+    fill(writer, of, 0, seconds, values, flush)
+    writer.flush()
+    folder = writer.segment
+    assert folder is not None
+    if end:
+        writer.end(float(seconds))
+        writer.close()
+    return folder

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from clustertrain.telemetry.histogram import BINS, Histogram, bins_of
+
+
+def of(values: list[float]) -> Histogram:
+    found = Histogram()
+    found.add(np.array(values))
+    return found
+
+
+@pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.95, 1.0])
+def test_a_quantile_is_within_one_per_cent(q: float) -> None:
+    values = np.random.default_rng(3).lognormal(5, 2, 10_000)
+    found = Histogram()
+    found.add(values)
+    right = float(np.quantile(values, q, method="inverted_cdf"))
+    assert found.quantile(q, values.min(), values.max()) == pytest.approx(right, rel=0.0101)
+
+
+def test_merged_is_as_if_it_had_been_one() -> None:
+    a, b = of([0.0, 1.0, 5e9, math.nan]), of([1.0, 2.0, 3.0])
+    a.merge(b)
+    whole = of([0.0, 1.0, 5e9, 1.0, 2.0, 3.0])
+    assert (a.bins.tolist(), a.counts.tolist(), a.count) == (whole.bins.tolist(), whole.counts.tolist(), 6)
+    empty = Histogram()
+    empty.merge(b)
+    b.add(np.array([2.0]))
+    assert (empty.count, b.count) == (3, 4)  # a copy
+
+
+def test_the_ends_have_bins() -> None:
+    assert bins_of(np.array([-1.0, 0.0, 1e-7, 1.1e19, 1e30])).tolist() == [0, 0, 0, BINS - 1, BINS - 1]
+    assert of([0.0] * 9 + [1.0]).quantile(0.5) == 0.0
+
+
+def test_of_nothing_there_is_no_quantile_and_of_a_constant_it_is_exact() -> None:
+    assert math.isnan(Histogram().quantile(0.5))
+    assert of([0.97, 0.97]).quantile(0.5, 0.97, 0.97) == 0.97
