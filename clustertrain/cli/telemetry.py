@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.cli.common import find_run, json_option, print_json, readable, run_argument
-from clustertrain.errors import UsageError
+from clustertrain.errors import ClusterTrainError, UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.run.folder import RunDir
+    from clustertrain.run.goodput import Goodput
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -60,24 +64,62 @@ class WithVerbs(click.Command):
 @click.option("--gpu", help="Only GPUs that fit: the beginning of a UUID, an index, or NODE:INDEX.")
 @click.option("--since", help="Only the last part of what was recorded: 10m, 1h, …")
 @click.option("--all", "every", is_flag=True, help="All GPUs, hosts, events and notes, however many there are.")
-def telemetry(name: str, as_json: bool, attempt: int | None, gpu: str | None, since: str | None, every: bool) -> None:
+@click.option("--html", metavar="FILE", help="Write the report as one page with curves, which opens offline.")
+@click.option("--csv", metavar="FILE", help="Write all samples as a table; - is standard output.")
+@click.option("--parquet", metavar="FILE", help="Write all samples as a Parquet file.")
+def telemetry(
+    name: str,
+    as_json: bool,
+    attempt: int | None,
+    gpu: str | None,
+    since: str | None,
+    every: bool,
+    html: str | None,
+    csv: str | None,
+    parquet: str | None,
+) -> None:
     """The report on a run's GPUs and hosts, over all nodes and attempts, while it runs and afterwards.
 
-    RUN is a run id or a unique prefix of one, a job id, or `latest` (the default).
+    RUN is a run id or a unique prefix of one, a job id, or `latest` (the default). With --html, --csv or --parquet the
+    file is written and nothing is shown, unless --json asks for it.
     """
     since_s = None if since is None else seconds(since)
+    if as_json and csv == "-":
+        raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
-    from clustertrain.telemetry.query import summarize
+    from clustertrain.cli import telemetry_files as files
+    from clustertrain.telemetry.query import Request, summarize
 
+    run = find_run(name)
+    request = Request(attempt, gpu, since_s, *_state_of(run))
+    files.check(html)
     with readable():
-        summary = summarize(find_run(name), attempt, gpu, since_s)
+        if csv is not None or parquet is not None:
+            files.write_tables(run, request, csv, parquet)
+        if (csv is not None or parquet is not None) and html is None and not as_json:
+            return
+        summary = summarize(run, request)
+        if html is not None:
+            files.write_page(run, summary, html)
     if as_json:
         print_json(summary)
+    if as_json or html is not None:
         return
     from clustertrain.report import telemetry as report
     from clustertrain.report.terminal import make_console
 
     report.show(summary, make_console(), every)
+
+
+def _state_of(run: RunDir) -> tuple[str | None, Goodput | None]:
+    """What the scheduler knows besides the run's own files."""
+    from clustertrain.launch.look import look
+
+    try:
+        seen = look(run)
+    except (ClusterTrainError, OSError):  # another user's, or damaged; the report says what it can
+        return None, None
+    return seen.state, seen.goodput
 
 
 @click.command()

@@ -135,7 +135,7 @@ def _host_rows(hosts: list[HostSummary]) -> list[Row]:
         if h.processes is not None and h.processes.cpu_cores is not None and h.cpu_allocated
     ]
     if len(cores) == len(hosts):
-        given = sum(n for _, n in cores)
+        given = sum(int(n) for _, n in cores)
         rows.append(("Host CPU", sum(u for u, _ in cores) / given, "cyan", f"of {_count(given, 'core')}"))
     else:
         rows.append(("Host CPU", mean([mean_of(h.cpu) for h in hosts]), "cyan", "of whole nodes"))

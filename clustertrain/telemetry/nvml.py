@@ -61,6 +61,7 @@ class Device(msgspec.Struct, frozen=True):
     memory_total_bytes: int | None = None
     memory_includes_reserved: bool = False  # only NVML's first memory call works: "used" is some 100 MB too high
     parent: str | None = None
+    power_limit_w: float | None = None  # that the board keeps to
     reason: str | None = None
 
 
@@ -224,6 +225,7 @@ class Nvml:
         uuid = str(self.call("nvmlDeviceGetUUID", handle))
         self._handles[uuid] = handle
         memory = self._optional(self._memory, uuid, handle)
+        limit_mw = None if parent else self._optional(self.call, "nvmlDeviceGetEnforcedPowerLimit", handle)
         return Device(
             uuid=uuid,
             index=index,
@@ -232,6 +234,7 @@ class Nvml:
             memory_total_bytes=None if memory is None else int(memory.total),
             memory_includes_reserved=uuid in self._without_memory_v2,
             parent=parent,
+            power_limit_w=None if limit_mw is None else limit_mw / 1000,
         )
 
     def _slices(self, handle: Any, device: Device) -> list[Device]:

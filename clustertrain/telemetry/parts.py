@@ -13,7 +13,7 @@ import numpy as np
 from clustertrain.run import events
 from clustertrain.run.folder import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.series import Segment, open_node
+from clustertrain.telemetry.series import Segment, open_node, overlapping
 from clustertrain.telemetry.store import GpuFacts
 from clustertrain.telemetry.summary import Window
 from clustertrain.telemetry.totals import Adder, Total, totals_of
@@ -34,6 +34,7 @@ class Part:
     interval_s: float = 1.0
     segment: Segment | None = None
     since: float | None = None
+    agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
 
     @property
     def trouble(self) -> str | None:
@@ -85,17 +86,24 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
-        readable = [s for s in segments if not math.isnan(s.header.t)]
+        readable, agents = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
         for one in readable:
             until = one.newest_t or one.header.t
             if one is readable[-1]:
                 until = max(until, ended.get(node, 0.0))
-            found.append(Part(attempt.n, node, one.header.gpus, one.header.t, until, one.header.interval_s, one))
+            began, interval_s = one.header.t, one.header.interval_s
+            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=agents))
         if not readable and node in agents:
             start = float(agents[node]["t"])
             until = max(start, ended.get(node, last_word))
             found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
     return found
+
+
+def _one_at_a_time(segments: list[Segment]) -> tuple[list[Segment], int]:
+    """Without those that a second agent of the node wrote while the first did; how many wrote at once."""
+    second = {id(later) for _, later in overlapping(segments)}
+    return [s for s in segments if id(s) not in second], 1 + bool(second)
 
 
 def unreadable(attempt: AttemptDir) -> list[str]:

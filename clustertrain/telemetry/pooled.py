@@ -122,6 +122,7 @@ def gpu(key: tuple[str, str], pieces: list[Piece], timeline: Timeline | None, xi
         errors=_errors(totals, xids),
         phases=_phases(totals),
         parent=facts.parent,
+        power_limit_w=facts.power_limit_w,
     )
 
 
@@ -169,6 +170,9 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
             utilization=mean("utilization", phase),
             power_w=mean("power_w", phase),
             sm_clock_mhz=mean("sm_clock_mhz", phase),
+            sm_activity=mean("sm_activity", phase),
+            tensor_activity=mean("tensor_activity", phase),
+            throttled=Throttled(*(mean(f"throttle_{why}", phase) for why in ("power", "thermal", "hardware"))),
         )
         for phase, (count, _) in sorted(seen.items())
         if count and phase < len(beat.PHASES)
@@ -210,7 +214,7 @@ def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:
     return round(total, 1), sources.pop() if len(sources) == 1 else "mixed"
 
 
-def host(node: str, parts: list[Part]) -> HostSummary:
+def host(node: str, parts: list[Part], clock_steps_s: list[float]) -> HostSummary:
     recorded = [p for p in parts if p.segment is not None]
     header = recorded[-1].segment.header if recorded and recorded[-1].segment else None
     totals = {f.name: _merged(p.totals.get(fields.column("host", f.name)) for p in recorded) for f in fields.HOST}
@@ -234,6 +238,8 @@ def host(node: str, parts: list[Part]) -> HostSummary:
         processes=_processes(totals),
         nulls={_REPORTED.get(k, k): v for k, v in nulls.items()},
         cpu_allocated=header.cpu_allocated if header else None,
+        agents_max=max(p.agents for p in parts),
+        clock_steps_s=clock_steps_s,
         memory_allocated_gib=None if memory is None else round(memory / GIB, 3),
         network_bytes_per_s=_both(totals, "network_rx_bytes", "network_tx_bytes"),
         infiniband_bytes_per_s=_both(totals, "infiniband_rx_bytes", "infiniband_tx_bytes"),

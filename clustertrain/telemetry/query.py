@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.errors import NotFound, UsageError
+from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, events, state
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.spec import load_spec
 from clustertrain.telemetry import marks, notes, pooled
 from clustertrain.telemetry.parts import Part, of_attempt, since, unreadable, window_of
 from clustertrain.telemetry.pooled import Piece
+from clustertrain.telemetry.store import GpuFacts
 from clustertrain.telemetry.summary import (
     AttemptSummary,
     GpuSummary,
@@ -27,29 +29,60 @@ from clustertrain.telemetry.summary import (
 from clustertrain.telemetry.timeline import timelines
 from clustertrain.telemetry.training import training_of
 
+CLOCK_STEP_S = 1.0  # what is less is the time service at work
 
-def summarize(
-    run: RunDir,
-    attempt: int | None = None,
-    gpu: str | None = None,
-    since_s: float | None = None,
-    now_state: str | None = None,
-) -> Summary:
-    """The per-job report, over all attempts or one of them.
 
-    Args:
-        gpu: only GPUs that fit: a UUID or its beginning, an index, or ``node:index``.
-        since_s: only the last so many seconds of what was recorded.
-        now_state: what the scheduler makes of the run; None: its own files decide.
+class Request(NamedTuple):
+    """What of a run is wanted.
 
-    Raises:
-        NotFound: there is no such attempt.
-        UsageError: no GPU fits ``gpu``.
+    ``attempt``: None for all. ``gpu``: only GPUs that fit, a UUID or its beginning, an index, or ``node:index``.
+    ``since_s``: only the last so many seconds of what was recorded. ``state`` and ``goodput``: what is known of the run
+    with the scheduler's help; None: its own files decide.
     """
+
+    attempt: int | None = None
+    gpu: str | None = None
+    since_s: float | None = None
+    state: str | None = None
+    goodput: Goodput | None = None
+
+
+def chosen_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
+    """Raises NotFound where there is no such attempt."""
     chosen = [a for a in run.attempts() if attempt in (None, a.n)]
     if attempt is not None and not chosen:
         known = ", ".join(str(a.n) for a in run.attempts()) or "none"
         raise NotFound(f"run {run.id} has no attempt {attempt}", fix=f"attempts so far: {known}")
+    return chosen
+
+
+def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[str, GpuFacts], bool] | None]:
+    """What fits a request, and which of its GPUs do (None: all).
+
+    Raises:
+        NotFound, UsageError: as :func:`summarize`.
+    """
+    parts = [p for a in chosen_attempts(run, request.attempt) for p in of_attempt(a, events.of_attempt(a))]
+    if request.since_s is not None:
+        parts = since(parts, request.since_s)
+    if request.gpu is None:
+        return parts, None
+    pieces = _pieces(parts)
+    fitting = {key for key, found in pieces.items() if _fits(request.gpu, key, found)}
+    if not fitting:
+        raise UsageError(f"--gpu {request.gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
+    return parts, lambda node, facts: (node, facts.uuid) in fitting
+
+
+def summarize(run: RunDir, request: Request = Request()) -> Summary:
+    """The per-job report, over all attempts or one of them.
+
+    Raises:
+        NotFound: there is no such attempt.
+        UsageError: no GPU fits.
+    """
+    attempt, gpu, since_s, now_state, goodput = request
+    chosen = chosen_attempts(run, attempt)
     logs = {a.n: events.of_attempt(a) for a in chosen}
     parts = [p for a in chosen for p in of_attempt(a, logs[a.n])]
     if since_s is not None:
@@ -62,12 +95,15 @@ def summarize(
     gpus = [pooled.gpu(key, found, lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()]
     if gpu is not None and not gpus:
         raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
-    hosts = [pooled.host(node, found) for node, found in _grouped(parts, lambda p: p.node).items()]
+    steps = _clock_steps(logs)
+    by_node = _grouped(parts, lambda p: p.node)
+    hosts = [pooled.host(node, found, steps.get(node, [])) for node, found in by_node.items()]
     if gpu is not None:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
     history = attempts.read_all(run)
-    over = now_state in state.FINAL if now_state else state.settled(history)
-    goodput = ledger(run, history, clock.now(), over)
+    plan = _planned(run)
+    if goodput is None:
+        goodput = ledger(run, history, clock.now(), state.settled(history))
     energy = [g.energy_j for g in gpus if g.energy_j is not None]
     summary = Summary(
         run=run.id,
@@ -80,7 +116,9 @@ def summarize(
         notes=[],
         state=now_state or (history[-1].ending if history and history[-1].ending else None),
         user=_owner(run),
-        layout=_layout(run),
+        layout=plan.words,
+        device=plan.device,
+        enabled=_enabled(run),
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
         goodput=goodput if attempt is None and since_s is None else None,
@@ -97,11 +135,40 @@ def _owner(run: RunDir) -> str | None:
         return None
 
 
-def _layout(run: RunDir) -> str | None:
+class _Planned(NamedTuple):
+    words: str | None = None
+    device: str | None = None
+
+
+def _planned(run: RunDir) -> _Planned:
     try:
-        return msgspec.convert((fsio.read_json(run.plan) or {}).get("layout"), Layout).words()
+        plan = fsio.read_json(run.plan) or {}
+        return _Planned(msgspec.convert(plan.get("layout"), Layout).words(), plan.get("device"))
     except (OSError, ValueError, msgspec.ValidationError):  # missing, or of another version
-        return None
+        return _Planned()
+
+
+def _enabled(run: RunDir) -> bool:
+    try:
+        return load_spec(run).recipe.telemetry.enabled
+    except (OSError, ClusterTrainError):
+        return True
+
+
+def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
+    """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
+    found: dict[str, list[float]] = {}
+    offsets: dict[tuple[str, int], float] = {}
+    for log in logs.values():
+        for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
+            if e.get("mono") is None or e.get("host") is None:
+                continue
+            of = str(e["host"]), int(e.get("pid", 0))
+            offset = float(e["t"]) - float(e["mono"])
+            if of in offsets and abs(offset - offsets[of]) >= CLOCK_STEP_S:
+                found.setdefault(of[0], []).append(round(offset - offsets[of], 3))
+            offsets[of] = offset
+    return found
 
 
 def _attempt(run: RunDir, attempt: AttemptDir, parts: list[Part], log: list[events.Event]) -> AttemptSummary:
@@ -175,7 +242,7 @@ def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) 
     unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
     used = sum(held.values()) - unused
     running_s = goodput.wall_s - goodput.queue_s
-    causes = {"unused": unused}
+    causes = {"idle_gpus": unused}
     for name in ("startup_s", "restore_s", "repeated_s", "checkpoint_stall_s", "evaluation_s", "shutdown_s", "lost_s"):
         share = getattr(goodput, name) / running_s if running_s > 0 else 0.0
         causes[name.removesuffix("_s")] = used * min(1.0, share)

@@ -44,6 +44,7 @@ class GpuFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_total_bytes: int | None = None
     memory_includes_reserved: bool = False
     parent: str | None = None
+    power_limit_w: float | None = None
     reason: str | None = None
     ranks: list[int] = []
 
@@ -64,7 +65,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None = None
     allocation: str | None = None
     cpu_count: int | None = None
-    cpu_allocated: float | None = None
+    cpu_allocated: int | None = None
     memory_total_bytes: int | None = None
     memory_allocated_bytes: int | None = None
     fast: list[str] = []

@@ -136,7 +136,8 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One node. ``nvml`` says why it has no GPU figures, else None. ``cpu_allocated`` and ``memory_allocated_gib`` are
-    the job's on this node, None where nothing says. ``agents_max``: so many samplers recorded it at the same time;
+    the job's on this node, None where nothing says. ``agents_max``: so many samplers recorded it at the same time, of
+    which the first is counted;
     ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back), each time."""
 
     node: str
@@ -153,7 +154,7 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     load1: Stats | None
     processes: ProcessSummary | None
     nulls: dict[str, str]
-    cpu_allocated: float | None = None
+    cpu_allocated: int | None = None
     memory_allocated_gib: float | None = None
     network_bytes_per_s: Stats | None = None
     infiniband_bytes_per_s: Stats | None = None

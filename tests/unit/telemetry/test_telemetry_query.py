@@ -7,7 +7,7 @@ import pytest
 
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
-from clustertrain.telemetry.query import summarize
+from clustertrain.telemetry.query import Request, summarize
 from clustertrain.telemetry.summary import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
@@ -40,7 +40,7 @@ def test_one_entry_for_every_allocated_gpu_on_all_nodes_over_all_attempts(run: R
     assert [(a.n, a.job_id, a.nodes) for a in found.attempts] == [(1, "10", ["n1", "n2"]), (2, "11", ["n1", "n3"])]
     assert (found.window.start, found.window.end) == (T0, T0 + 599)
     assert found.coverage == 1.0
-    only = summarize(run, attempt=2)
+    only = summarize(run, Request(attempt=2))
     assert {g.node for g in only.gpus} == {"n1", "n3"}
     assert only.window.start == T0 + 500
 
@@ -211,7 +211,7 @@ def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
     attempt = new_attempt(run)
     for node in ("n1", "n2"):
         record(attempt, [(gpu(i, node=node), busy()) for i in range(2)], node=node)
-    found = summarize(run, gpu=wanted)
+    found = summarize(run, Request(gpu=wanted))
     assert [g.uuid for g in found.gpus] == uuids
     assert {h.node for h in found.hosts} == {g.node for g in found.gpus}
 
@@ -219,17 +219,17 @@ def test_choosing_gpus(run: RunDir, wanted: str, uuids: list[str]) -> None:
 def test_what_cannot_be_chosen(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), busy())])
     with pytest.raises(UsageError, match="no allocated GPU") as e:
-        summarize(run, gpu="n1:7")
+        summarize(run, Request(gpu="n1:7"))
     assert e.value.fix == "give one of n1:0 (GPU-n1-0)"
     with pytest.raises(NotFound, match="no attempt 3") as missing:
-        summarize(run, attempt=3)
+        summarize(run, Request(attempt=3))
     assert missing.value.fix == "attempts so far: 1"
 
 
 def test_since_counts_from_the_newest_sample(run: RunDir) -> None:
     record(new_attempt(run, 1), [(gpu(0), busy(0.1))])
     record(new_attempt(run, 2), [(gpu(0), lambda s: busy(0.2 if s < 89.5 else 0.9)(s))], start=T0 + 1000)
-    (entry,) = summarize(run, since_s=9.5).gpus
+    (entry,) = summarize(run, Request(since_s=9.5)).gpus
     assert entry.utilization is not None
     assert (entry.samples, entry.expected, entry.utilization.mean, entry.attempts) == (10, 10, 0.9, [2])
 

@@ -1,0 +1,37 @@
+"""The per-job report as one HTML file that opens offline: what ``clustertrain telemetry RUN --html FILE`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clustertrain import fsio
+from clustertrain.errors import ConfigError
+from clustertrain.report.html import page
+from clustertrain.telemetry.curves import Curves
+from clustertrain.telemetry.summary import Summary
+
+_FIX = "give --html the name of a file in a folder of yours"
+
+
+def check(path: Path) -> None:
+    """Raises ConfigError when ``path`` is something that must not be replaced, or its folder is missing: worth asking
+    before minutes of reading."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file, and would be replaced", fix=_FIX)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", fix=_FIX)
+
+
+def write(summary: Summary, curves: Curves, path: Path) -> int:
+    """Write the page, whole or not at all; returns its bytes.
+
+    Raises:
+        ConfigError: ``path`` cannot be written, or is a folder or a device; the installation is incomplete.
+    """
+    check(path)
+    data = page.render(summary, curves).encode("utf-8", "replace")  # a lone surrogate of a file's name
+    try:
+        fsio.write_bytes(path, data)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written: {e.strerror}", fix=_FIX) from e
+    return len(data)

@@ -1,0 +1,307 @@
+"""The HTML page in a real browser, from file://."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain.report import html
+from clustertrain.telemetry.summary import Note
+from tests import pages
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = {1400: 1000, 420: 900}
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: slurm/install-packages installs it"),
+]
+
+# Colours that stand on a canvas, in 4 bits a channel; of an empty one there is one.
+COLOURS = """canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const found = new Set();
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3] > 127) found.add(((data[i] >> 4) << 8) | ((data[i + 1] >> 4) << 4) | (data[i + 2] >> 4));
+  }
+  return found.size;
+}"""
+HAS_COLOUR = """(canvas, rgb) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3] > 250 && rgb.every((c, k) => Math.abs(data[i + k] - c) < 6)) return true;
+  }
+  return false;
+}"""
+RANGES = """() => [...document.querySelectorAll("figure")].filter(f => !f.hidden)
+  .map(f => [Number(f.dataset.from), Number(f.dataset.to)])"""
+SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+@dataclass
+class Opened:
+    """A page with all that it asked for and complained of."""
+
+    page: Any
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def ranges(self) -> list[tuple[float, float]]:
+        self.page.evaluate(SETTLED)
+        return [tuple(r) for r in self.page.evaluate(RANGES)]
+
+    def one_range(self) -> tuple[float, float]:
+        """Of all charts, which must be the same."""
+        found = self.ranges()
+        assert len(found) > 10 and len(set(found)) == 1, found
+        return found[0]
+
+    def drag(self, figure: str, start: float, end: float) -> None:
+        """Over the plot of a figure, from one share of its width to another."""
+        over = self.page.locator(f"{figure} .u-over")
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
+        y = box["y"] + box["height"] / 2
+        self.page.mouse.move(box["x"] + start * box["width"], y)
+        self.page.mouse.down()
+        self.page.mouse.move(box["x"] + (start + end) / 2 * box["width"], y, steps=3)
+        self.page.mouse.move(box["x"] + end * box["width"], y, steps=3)
+        self.page.mouse.up()
+
+    def readout(self, figure: str) -> str:
+        self.page.evaluate(SETTLED)
+        text: str = self.page.locator(f"{figure} .readout").text_content()
+        return text
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # A container has no user namespaces, which the sandbox needs; the page is our own.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    html.write(*pages.page(), path)
+    return path
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    contexts = []
+
+    def open_it(path: Path, width: int = 1400, scheme: str = "light", **more: Any) -> Opened:
+        size = {"width": width, "height": WIDTHS[width]}
+        contexts.append(browser.new_context(viewport=size, color_scheme=scheme, locale="de-DE", **more))
+        opened = Opened(contexts[-1].new_page())
+        opened.page.on("request", lambda r: opened.requests.append(r.url))
+        opened.page.on("console", lambda m: opened.complaints.append(m.text))
+        opened.page.on("pageerror", lambda e: opened.complaints.append(str(e)))
+        opened.page.goto(path.as_uri())
+        if more.get("java_script_enabled", True):
+            opened.page.wait_for_selector("html[data-ready]")
+        return opened
+
+    yield open_it
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_is_drawn_with_no_request_and_no_complaint(
+    open_page: Open, day: Path, tmp_path: Path, width: int, scheme: str
+) -> None:
+    opened = open_page(day, width, scheme)
+    view = opened.page
+    view.evaluate(SETTLED)
+    canvases = view.locator("figure canvas")
+    assert canvases.count() >= 23
+    for i in range(canvases.count()):
+        assert canvases.nth(i).evaluate(COLOURS) > 4, f"canvas {i} is blank"
+    assert view.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    background = view.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
+    view.screenshot(path=tmp_path / "page.png", full_page=True)
+    assert opened.requests == [day.as_uri()] and opened.complaints == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_dragging_over_one_chart_zooms_all(open_page: Open, day: Path, width: int) -> None:
+    opened = open_page(day, width)
+    assert opened.one_range() == (pages.T0, pages.T0 + 86400)
+    opened.drag("[data-curve='gpus.power_w']", 0.25, 0.5)
+    low, high = opened.one_range()
+    assert low == pytest.approx(pages.T0 + 0.25 * 86400, abs=900)
+    assert high == pytest.approx(pages.T0 + 0.5 * 86400, abs=900)
+    opened.drag("#heat", 0.5, 1.0)
+    again = opened.one_range()
+    assert again[0] == pytest.approx((low + high) / 2, abs=300) and again[1] == pytest.approx(high, abs=300)
+    assert opened.page.input_value("#shown") == "all", "a drag over the heat map is no click"
+    opened.page.locator("#timeline .u-over").dblclick()
+    assert opened.one_range() == (pages.T0, pages.T0 + 86400)
+
+
+def test_zoom_by_buttons_and_keys(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    opened.page.get_by_role("button", name="Zoom in").click()
+    assert opened.one_range() == pytest.approx((pages.T0 + 21600, pages.T0 + 64800))
+    opened.page.get_by_role("button", name="Later").click()
+    assert opened.one_range() == pytest.approx((pages.T0 + 43200, pages.T0 + 86400))
+    opened.page.locator("[data-curve='training.loss'] .plot").focus()
+    opened.page.keyboard.press("+")
+    assert opened.one_range() == pytest.approx((pages.T0 + 54000, pages.T0 + 75600))
+    opened.page.keyboard.press("ArrowRight")
+    assert "loss" in opened.readout("[data-curve='training.loss']")
+    opened.page.keyboard.press("0")
+    assert opened.one_range() == (pages.T0, pages.T0 + 86400)
+    for _ in range(40):
+        opened.page.get_by_role("button", name="Zoom in").click()
+    low, high = opened.one_range()
+    assert high - low == pytest.approx(240), "no further than a few points"
+
+
+def test_the_selector_shows_other_lines(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    key = opened.page.locator("#key li")
+    assert key.all_text_contents() == ["mean", "lowest and highest"]
+    opened.drag("#timeline", 0.2, 0.6)
+    before = opened.one_range()
+    pictures = set()
+    for value, lines in (("nodes", 4), ("node:2", 8), ("gpu:5", 2)):
+        opened.page.select_option("#shown", value)
+        opened.page.evaluate(SETTLED)
+        assert key.count() == lines
+        canvas = opened.page.locator("[data-curve='gpus.power_w'] canvas")
+        assert canvas.evaluate(COLOURS) > 4
+        pictures.add(canvas.evaluate("c => c.toDataURL()"))
+    assert len(pictures) == 3 and key.first.text_content() == "gpu-node-01:5"
+    assert opened.one_range() == before, "the zoom stays"
+    assert opened.complaints == []
+
+
+def test_the_cursor_tells_values_on_every_chart(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    opened.page.locator("[data-curve='gpus.utilization'] .u-over").hover()
+    text = opened.readout("[data-curve='gpus.utilization']")
+    assert "09-22 02:1" in text and "mean 8" in text and "lowest 0 %" in text
+    assert "mean" in opened.readout("[data-curve='gpus.power_w']")
+    assert "attempt 2" in opened.readout("#timeline")
+
+
+def test_the_heat_map_tells_gpu_rank_time_and_value(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    over = opened.page.locator("#heat .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    row = box["height"] / 32
+    place = {"x": box["width"] * 0.75, "y": row * (pages.IDLE + 0.5)}
+    over.hover(position=place)
+    text = opened.readout("#heat")
+    assert text.startswith("gpu-node-01:5, rank 5 · 2026-09-22 08:1") and text.endswith(" · 0 %")
+    opened.page.select_option("#heat-field", label="Power, W")
+    over.hover(position={**place, "y": row * (pages.HOT + 0.5)})
+    assert opened.readout("#heat").startswith("gpu-node-03:3, rank 19") and opened.readout("#heat").endswith(" W")
+    over.click(position={**place, "y": row * (pages.HOT + 0.5)})
+    assert opened.page.input_value("#shown") == "gpu:19", "a click shows that GPU's curves"
+
+
+def test_an_event_tells_what_it_is(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    over = opened.page.locator("#timeline .u-over")
+    box = over.bounding_box()
+    lane = box["height"] / 7
+    over.hover(position={"x": box["width"] * 20.1 / 24, "y": lane * 1.5})
+    assert "xid: Xid 94 on GPU 3 of gpu-node-04" in opened.readout("#timeline")
+
+
+def test_the_theme_can_be_changed(open_page: Open, day: Path) -> None:
+    opened = open_page(day, scheme="dark")
+
+    def lines() -> list[bool]:
+        """Whether the canvas has the first line's colour of the light theme, and that of the dark one."""
+        opened.page.evaluate(SETTLED)
+        canvas = opened.page.locator("[data-curve='gpus.power_w'] canvas")
+        return [canvas.evaluate(HAS_COLOUR, rgb) for rgb in ([0x00, 0x72, 0xB2], [0x56, 0xB4, 0xE9])]
+
+    assert lines() == [False, True]
+    opened.page.get_by_role("button", name="Light theme").click()
+    assert lines() == [True, False]
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(246, 247, 249)"
+    opened.page.get_by_role("button", name="Dark theme").click()
+    assert lines() == [False, True]
+
+
+def test_tables_sort(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    ranks = opened.page.locator("#gpus tbody td:nth-child(3)")
+    head = opened.page.locator("#gpus thead th", has_text="Util. mean")
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "descending" and ranks.last.text_content() == str(pages.IDLE)
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending" and ranks.first.text_content() == str(pages.IDLE)
+
+
+def test_without_a_script_the_report_is_there(open_page: Open, day: Path) -> None:
+    view = open_page(day, java_script_enabled=False).page
+    for text in ("llama-8b-pretrain-k3v7xq", "was not used", "The curves need JavaScript"):
+        assert view.get_by_text(text).first.is_visible(), text
+    assert "productive steps" in view.locator(".parts").inner_text()
+    assert view.locator("#gpus tbody tr").count() == 32
+    assert not view.locator("#curves").is_visible() and not view.locator("#theme").is_visible()
+
+
+def test_markup_in_names_does_nothing(open_page: Open, tmp_path: Path) -> None:
+    summary, curves = pages.page(nodes=2, gpus=2, hours=2)
+    evil = '</script><img src=x onerror="document.title=1">'
+    summary = msgspec.structs.replace(
+        summary, run=evil, notes=[Note(severity="info", code="x", text=evil)],
+        gpus=[msgspec.structs.replace(g, node=evil) for g in summary.gpus],
+    )  # fmt: skip
+    html.write(summary, type(curves)(**{**vars(curves), "node_names": [evil, evil]}), tmp_path / "page.html")
+    opened = open_page(tmp_path / "page.html")
+    opened.page.select_option("#shown", "nodes")
+    assert opened.page.locator("img").count() == 0 and opened.page.title() == f"{evil}: telemetry"
+    assert opened.complaints == [] and len(opened.requests) == 1
+
+
+def test_printed_it_is_light_and_whole(open_page: Open, day: Path, tmp_path: Path) -> None:
+    view = open_page(day, scheme="dark").page
+    view.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert view.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+    view.emulate_media(media="print")
+    assert not view.locator(".toolbar").is_visible()
+    assert len(view.pdf()) > 50_000
+    view.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert view.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+
+def test_of_many_gpus_only_chosen_ones_have_curves(open_page: Open, tmp_path: Path) -> None:
+    summary, curves = pages.page(nodes=16, gpus=8, hours=24, step_s=900)
+    chosen = list(range(64, 128))
+    few = {**vars(curves), "gpus": curves.gpus.rows(chosen), "chosen": chosen, "choice": "64 of 128 GPUs have curves"}
+    html.write(summary, type(curves)(**few), tmp_path / "page.html")
+    opened = open_page(tmp_path / "page.html")
+    assert opened.page.get_by_text("64 of 128 GPUs have curves").is_visible()
+    opened.page.select_option("#shown", "gpu:0")
+    assert opened.page.locator("#key li").first.text_content() == "gpu-node-09:0"
+    opened.page.select_option("#shown", "node:0")
+    assert opened.page.locator("#key li").all_text_contents() == ["gpu-node-01"], "none of its GPUs was chosen"
+    heat = opened.page.locator("#heat .u-over")
+    heat.hover(position={"x": 300, "y": heat.bounding_box()["height"] / 128 * 3.5})
+    assert opened.readout("#heat").startswith("gpu-node-01:3, rank 3")
+    assert opened.complaints == []

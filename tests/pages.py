@@ -1,0 +1,268 @@
+"""A run made up for the HTML page: four nodes for a day, preempted once; one GPU idles, one throttles, one is slow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clustertrain.run.goodput import Goodput
+from clustertrain.telemetry.curves import GPU_CURVES, HOST_CURVES, Curves
+from clustertrain.telemetry.grid import Matrix, Table
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    Mark,
+    Note,
+    Stats,
+    Summary,
+    Timeline,
+    TrainingSummary,
+    Waste,
+    Window,
+)
+
+T0 = 1_790_000_000.0
+GIB = 1 << 30
+IDLE, HOT, SLOW = 5, 19, 26  # rows
+
+
+def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.0) -> tuple[Summary, Curves]:
+    """A summary and its curves, always the same."""
+    names = [f"gpu-node-{i + 1:02d}" for i in range(nodes)]
+    points = int(hours * 3600 / step_s)
+    t = T0 + (np.arange(points) + 0.5) * step_s
+    attempts = _attempts(names, hours)
+    running = np.zeros(points, dtype=bool)
+    for a in attempts:
+        assert a.start is not None and a.end is not None
+        running |= (t >= a.start) & (t < a.end)
+    values = _gpu_values(np.random.default_rng(7), nodes * gpus, points, running, step_s)
+    every = Table(T0, step_s, points, values)
+    hosts = Table(T0, step_s, points, _host_values(nodes, points, running))
+    by_node = {k: np.nanmean(m[:, running].reshape(nodes, gpus, -1), axis=1) for k, m in values.items()}
+    node_values = {k: np.full((nodes, points), np.nan) for k in values}
+    for k, m in by_node.items():
+        node_values[k][:, running] = m
+    overall = {k: np.full((3, points), np.nan) for k in values}
+    for k, m in values.items():
+        there = m[:, running]
+        overall[k][:, running] = [there.mean(axis=0), there.min(axis=0), there.max(axis=0)]
+    summary = _summary(names, gpus, values, attempts, hours)
+    curves = Curves(
+        gpus=every,
+        chosen=list(range(nodes * gpus)),
+        heat=every,
+        overall=Table(T0, step_s, points, overall),
+        nodes=Table(T0, step_s, points, node_values),
+        hosts=hosts,
+        node_names=names,
+        training=Table(T0, step_s, points, _training_values(points, running)),
+        source="Each point is the mean of 1 min.",
+        choice=None,
+    )
+    return summary, curves
+
+
+def _attempts(names: list[str], hours: float) -> list[AttemptSummary]:
+    h = 3600 * hours / 24
+    first = [
+        Mark(T0 + 300, "first_step", "step 0 of 60,000"),
+        *[Mark(T0 + k * h, "checkpoint", f"step {k * 2500:,}, 38 s", T0 + k * h + 38) for k in range(1, 10)],
+        *[Mark(T0 + k * h, "evaluation", f"step {k * 2500:,}, 5 min", T0 + k * h + 300) for k in (3.5, 7.5)],
+        Mark(T0 + 9.4 * h, "signal", "SIGTERM: preempted by Slurm"),
+        Mark(T0 + 9.42 * h, "stop_agreed", "at step 23,514, with a checkpoint"),
+    ]
+    second = [
+        Mark(T0 + 10.6 * h, "restored", "step 23,514 in 41 s"),
+        *[Mark(T0 + k * h, "checkpoint", f"step {k * 2400:,}, 38 s", T0 + k * h + 38) for k in range(12, 24)],
+        *[Mark(T0 + k * h, "evaluation", f"step {k * 2400:,}, 5 min", T0 + k * h + 300) for k in (13.5, 18.5)],
+        Mark(T0 + 16.2 * h, "alert", f"GPU 3 of {names[-1]} is hot: 88 °C"),
+        Mark(T0 + 20.1 * h, "xid", f"Xid 94 on GPU 3 of {names[-1]}"),
+    ]
+    start, end = (T0, T0 + 10.5 * h), (T0 + 9.45 * h, T0 + 24 * h)
+    return [
+        AttemptSummary(1, "8812", Window(start[0], end[0]), names, start[0], end[0], "preempted", first),
+        AttemptSummary(2, "8812", Window(start[1], end[1]), names, start[1], end[1], "completed", second),
+    ]
+
+
+def _gpu_values(
+    rng: np.random.Generator, rows: int, points: int, running: np.ndarray, step_s: float
+) -> dict[str, Matrix]:
+    wave = 0.04 * np.sin(np.arange(points) * step_s / 1800)
+    use = np.clip(0.93 + wave + rng.normal(0, 0.02, (rows, points)), 0, 1)
+    every_hour = (np.arange(points) * step_s) % 3600 < max(step_s, 90)
+    use[:, every_hour] *= 0.55
+    idle, hot, slow = (row % rows for row in (IDLE, HOT, SLOW))
+    use[slow] *= 0.86
+    use[idle] = 0.0
+    warm = 1 / (1 + np.exp(-(np.arange(points) - 0.6 * points) / (0.02 * points + 1)))
+    power = 95 + 560 * use + rng.normal(0, 6, (rows, points))
+    power[hot] -= 170 * warm
+    clock = 1965 - 60 * use + rng.normal(0, 4, (rows, points))
+    clock[hot] -= 620 * warm
+    temperature = 34 + 0.052 * power + np.arange(rows)[:, None] % 8 * 0.9
+    temperature[hot] += 22 * warm
+    memory = np.where(use > 0, 68.5, 0.6) * GIB + rng.normal(0, 0.05, (rows, points)) * GIB
+    values = {
+        "utilization": use,
+        "sm_activity": use * 0.81,
+        "tensor_activity": use * 0.47 + rng.normal(0, 0.005, (rows, points)) * (use > 0),
+        "dram_activity": use * 0.38,
+        "memory_used_bytes": memory,
+        "power_w": power,
+        "temperature_c": temperature,
+        "sm_clock_mhz": clock,
+        "pcie_bytes_per_s": use * 3.1e9,
+        "nvlink_bytes_per_s": use * 212e9 + rng.normal(0, 2e9, (rows, points)) * (use > 0),
+    }
+    assert values.keys() == GPU_CURVES.keys()
+    for m in values.values():
+        m[:, ~running] = np.nan
+    return values
+
+
+def _host_values(rows: int, points: int, running: np.ndarray) -> dict[str, Matrix]:
+    rng = np.random.default_rng(8)
+    level = {"cpu": 0.22, "memory_used_bytes": 412 * GIB, "job_memory_bytes": 388 * GIB}
+    level |= {"network_bytes_per_s": 2.1e8, "infiniband_bytes_per_s": 3.9e10, "disk_bytes_per_s": 4e7}
+    assert level.keys() == HOST_CURVES.keys()
+    values = {k: v * (1 + rng.normal(0, 0.03, (rows, points))) for k, v in level.items()}
+    for m in values.values():
+        m[:, ~running] = np.nan
+    return values
+
+
+def _training_values(points: int, running: np.ndarray) -> dict[str, Matrix]:
+    rng = np.random.default_rng(9)
+    x = np.arange(points) / points
+    step = 1.42 + rng.normal(0, 0.01, points) + 0.35 / (1 + np.exp(-(x - 0.62) * 80))
+    loss = 2.1 + 8.5 * np.exp(-x * 9) + rng.normal(0, 0.02, points)
+    values = {"step_s": step, "tokens_per_s": 4_194_304 / step, "data_wait_s": 0.03 + 0 * x, "loss": loss}
+    values["grad_norm"] = 0.4 + np.exp(-x * 12) + rng.normal(0, 0.02, points)
+    return {k: np.where(running, v, np.nan)[None, :] for k, v in values.items()}
+
+
+def stats(values: Matrix, scale: float = 1.0) -> Stats | None:
+    there = values[np.isfinite(values)] * scale
+    if not len(there):
+        return None
+    p5, p50, p95 = (float(p) for p in np.percentile(there, (5, 50, 95)))
+    return Stats(float(there.mean()), p5, p50, p95, float(there.max()))
+
+
+def _gpu(node: str, index: int, rank: int, row: dict[str, Matrix]) -> GpuSummary:
+    energy = float(np.nansum(row["power_w"])) * 60
+    return GpuSummary(
+        node=node,
+        uuid=f"GPU-{rank:08x}-77aa-4b1e-9c3d-{rank * 7919:012x}",
+        index=index,
+        name="NVIDIA H100 80GB HBM3",
+        ranks=[rank],
+        attempts=[1, 2],
+        samples=79_000,
+        expected=79_200,
+        utilization=stats(row["utilization"]),
+        memory_used_gib=stats(row["memory_used_bytes"], 1 / GIB),
+        memory_total_gib=79.65,
+        power_w=stats(row["power_w"]),
+        energy_j=energy,
+        energy_source="counter",
+        temperature_c=stats(row["temperature_c"]),
+        sm_clock_mhz=stats(row["sm_clock_mhz"]),
+        memory_clock_mhz=None,
+        timeline=Timeline(60.0, []),
+        nulls={},
+    )
+
+
+def _summary(
+    names: list[str], gpus: int, values: dict[str, Matrix], attempts: list[AttemptSummary], hours: float
+) -> Summary:
+    found = [
+        _gpu(node, i, n * gpus + i, {k: m[n * gpus + i] for k, m in values.items()})
+        for n, node in enumerate(names)
+        for i in range(gpus)
+    ]
+    idle, hot, slow = (found[row % len(found)] for row in (IDLE, HOT, SLOW))
+    notes = [
+        Note(
+            severity="critical",
+            code="gpu_unused",
+            text=f"GPU {idle.index} of {idle.node} (rank {idle.ranks[0]}, {idle.uuid}) was not used: 0 % all day.",
+            fix="ask for one GPU less, or look why its rank is stuck",
+            node=idle.node,
+            uuid=idle.uuid,
+            rank=idle.ranks[0],
+        ),
+        Note(
+            severity="warning",
+            code="throttled",
+            text=f"GPU {hot.index} of {hot.node} (rank {hot.ranks[0]}) was held down by heat in 38 % of its samples.",
+            fix=f"tell the administrators; until then --exclude {hot.node}",
+            node=hot.node,
+            uuid=hot.uuid,
+            rank=hot.ranks[0],
+        ),
+        Note(
+            severity="warning",
+            code="straggler",
+            text=f"Rank {slow.ranks[0]} on GPU {slow.index} of {slow.node} is 14 % slower than the median.",
+            fix=f"--exclude {slow.node}, or run clustertrain preflight there",
+            node=slow.node,
+            uuid=slow.uuid,
+            rank=slow.ranks[0],
+        ),
+        Note(severity="info", code="memory", text="Host memory: 412 of 1,024 GiB used.", fix="--mem 500G is enough"),
+    ]
+    h = 3600 * hours / 24
+    goodput = Goodput(wall_s=24.5 * h, queue_s=1.55 * h, startup_s=0.2 * h, restore_s=0.05 * h, repeated_s=0.0)
+    goodput.checkpoint_stall_s, goodput.evaluation_s, goodput.shutdown_s = 0.4 * h, 0.35 * h, 0.05 * h
+    goodput.productive_s = goodput.wall_s - 2.6 * h
+    goodput.ratio = goodput.productive_s / goodput.wall_s
+    return Summary(
+        run="llama-8b-pretrain-k3v7xq",
+        job_id="8812",
+        window=Window(T0, T0 + 24 * h),
+        coverage=0.9975,
+        attempts=attempts,
+        gpus=found,
+        hosts=[_host(node) for node in names],
+        notes=notes,
+        state="completed",
+        user="mina",
+        layout=f"hybrid_shard: dp_replicate {len(names)} × dp_shard {gpus}",
+        training=TrainingSummary(
+            steps=57_480,
+            tokens=57_480 * 4_194_304.0,
+            step_s=Stats(1.43, 1.40, 1.42, 1.78, 3.1),
+            tokens_per_s=2_930_000.0,
+            tokens_per_s_per_gpu=91_500.0,
+            mfu=0.412,
+            energy_j=sum(g.energy_j or 0 for g in found),
+            joules_per_token=0.0066,
+            data_wait_share=0.02,
+            loss=2.104,
+        ),
+        goodput=goodput,
+        waste=Waste(gpu_hours=732.8, wasted_gpu_hours=71.4, by_cause={"idle": 22.9}),
+    )
+
+
+def _host(node: str) -> HostSummary:
+    return HostSummary(
+        node=node,
+        attempts=[1, 2],
+        samples=79_100,
+        expected=79_200,
+        nvml=None,
+        driver="580.95.05",
+        allocation=None,
+        cpu=Stats(0.22, 0.18, 0.22, 0.26, 0.9),
+        cpu_count=96,
+        memory_used_gib=Stats(412, 400, 412, 420, 431),
+        memory_total_gib=1007.6,
+        load1=Stats(21, 18, 21, 24, 40),
+        processes=None,
+        nulls={},
+    )

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import os
+import re
+import time
+import tomllib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.report import html as report
+from clustertrain.report.html import charts, page
+from clustertrain.report.html.pack import Packer
+from clustertrain.telemetry.curves import Curves
+from clustertrain.telemetry.grid import Table
+from clustertrain.telemetry.summary import AttemptSummary, Mark, Note, Summary, Window
+from tests import pages
+
+EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(2)</script>\u2028{{ 7*7 }}'
+
+
+class Elements(html.parser.HTMLParser):
+    """Every element with its attributes, and all that stands between the tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        tag = self.found[-1][0] if self.found else ""
+        self.texts.setdefault(tag, []).append(data)
+        if tag not in ("script", "style"):
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Summary, Curves]:
+    return pages.page(nodes=2, gpus=2, hours=4)
+
+
+def nothing(summary: Summary) -> Curves:
+    table = Table(0.0, 1.0, 0)
+    return Curves(table, [], table, table, table, table, [], table, "", None)
+
+
+def carried(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]  # type: ignore[index]
+    )
+    return found
+
+
+def test_it_says_what_the_summary_says_without_a_script(made: tuple[Summary, Curves]) -> None:
+    words = " ".join(Elements(page.render(*made)).words)
+    header = ("llama-8b-pretrain-k3v7xq", "8812", "99.8%", "hybrid_shard")
+    for expected in (*header, "critical", "was not used", "ask for one GPU less", "preempted", "productive steps",
+                     "GPU-00000002-77aa-4b1e-9c3d", "Xid 94"):  # fmt: skip
+        assert expected in words, expected
+
+
+def test_everything_from_the_run_is_inert(made: tuple[Summary, Curves]) -> None:
+    summary, curves = made
+    evil = msgspec.structs.replace(
+        summary,
+        run=EVIL,
+        user=EVIL,
+        layout=EVIL,
+        state=EVIL,
+        unreadable=[EVIL],
+        notes=[Note(severity=EVIL, code=EVIL, text=EVIL, fix=EVIL)],
+        gpus=[msgspec.structs.replace(g, node=EVIL, uuid=EVIL, name=EVIL) for g in summary.gpus],
+        hosts=[msgspec.structs.replace(h, node=EVIL, driver=EVIL, nvml=EVIL) for h in summary.hosts],
+        attempts=[AttemptSummary(1, EVIL, Window(0, 1), [EVIL], 0.0, 1.0, EVIL, [Mark(0.5, EVIL, EVIL)])],
+    )
+    named = Curves(**{**vars(curves), "node_names": [EVIL] * 2, "choice": EVIL, "source": EVIL})
+    expected = [tag for tag, _ in Elements(page.render(*made)).found]
+    elements = Elements(text := page.render(evil, named))
+    tags = [tag for tag, _ in elements.found]
+    assert "img" not in tags
+    for one in ("script", "style", "title", "meta"):
+        assert tags.count(one) == expected.count(one)
+    assert not [a for _, attributes in elements.found for a in attributes if a.startswith("on")]
+    assert carried(text)["nodes"] == [EVIL] * 2, "and yet it says it"
+    assert carried(text)["marks"][0]["text"] == EVIL
+
+
+def test_the_policy_allows_its_own_scripts_and_nothing_else(made: tuple[Summary, Curves]) -> None:
+    elements = Elements(text := page.render(*made))
+    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    run = re.findall(r"<script>(.*?)</script>", text, re.S) + re.findall(r"<style>(.*?)</style>", text, re.S)
+    hashes = [f"sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}" for x in run]
+    assert sorted(hashes) == sorted(re.findall(r"'(sha256-[^']+)'", policy))
+    for tag, attributes in elements.found:
+        assert not {"src", "style", "href", "action"} & attributes.keys(), (tag, attributes)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_packed_numbers_come_out_as_they_went_in(rows: int) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.uniform(-50, 700, (rows, 1500))
+    values[rng.random(values.shape) < 0.1] = np.nan
+    packer = Packer()
+    packer.add(Table(0.0, 1.0, 1500, {"other": values[:1]}), {"other": 1.0})
+    place = packer.add(Table(5.0, 2.0, 1500, {"power_w": values, "unknown": values}), {"power_w": 2.0})
+    assert place["curves"].keys() == {"power_w"} and (place["start"], place["step"]) == (5.0, 2.0)
+    one = place["curves"]["power_w"]
+    data = np.frombuffer(zlib.decompress(base64.b64decode(packer.blob())), np.uint8)[one["at"] :]
+    steps = data[: values.size].astype(int)
+    if one["bits"] == 16:
+        steps = steps + 256 * data[values.size : 2 * values.size].astype(int)
+    levels = np.cumsum(steps.reshape(values.shape), axis=1) % 2 ** one["bits"]
+    top = 2 ** one["bits"] - 2
+    assert np.array_equal(levels > top, np.isnan(values))
+    found = np.where(levels > top, np.nan, one["low"] + levels * (one["high"] - one["low"]) / top)
+    assert np.nanmax(np.abs(found - 2 * values)) <= 1500 / top / 2 + 1e-6
+    assert one["bits"] == (16 if rows == 1 else 8)
+
+
+@pytest.mark.parametrize(
+    "values", [[[5.0, 5.0]], [[np.nan, np.nan]], [[np.inf, 1.0]]], ids=["flat", "none", "infinite"]
+)
+def test_odd_curves_are_packed(values: list[list[float]]) -> None:
+    place = Packer().add(Table(0.0, 1.0, 2, {"loss": np.array(values)}), {"loss": 1.0})["curves"]["loss"]
+    assert np.isfinite([place["low"], place["high"]]).all()
+
+
+def test_a_day_of_32_gpus_is_under_a_megabyte(tmp_path: Path) -> None:
+    made = pages.page()
+    before = time.perf_counter()
+    size = report.write(*made, tmp_path / "page.html")
+    print(f"\n32 GPUs for a day: {size / 1e6:.3f} MB in {time.perf_counter() - before:.2f} s")
+    assert size == (tmp_path / "page.html").stat().st_size < 1_000_000
+
+
+def test_a_thousand_gpus_for_a_week(tmp_path: Path) -> None:
+    summary, curves = pages.page(nodes=128, gpus=8, hours=168, step_s=3600)
+    chosen = list(range(64))
+    names = curves.node_names[:64]
+    curves = Curves(
+        gpus=curves.gpus.rows(chosen),
+        chosen=chosen,
+        heat=Table(curves.heat.start, 3600, curves.heat.points, {"power_w": curves.heat.values["power_w"]}),
+        overall=curves.overall,
+        nodes=curves.nodes.rows(range(64)),
+        hosts=curves.hosts.rows(range(64)),
+        node_names=names,
+        training=curves.training,
+        source=curves.source,
+        choice="64 of 1024 GPUs have curves of their own",
+    )
+    size = report.write(summary, curves, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    print(f"\n1,024 GPUs for a week: {size / 1e6:.3f} MB")
+    assert size < 3_000_000
+    assert "64 of 1024 GPUs have curves of their own" in text
+    assert carried(text)["tables"]["heat"]["curves"]["power_w"]["rows"] == 1024
+    assert len(re.findall(r'<td class="uuid">', text)) == 1024
+
+
+def test_without_samples_it_is_still_a_page(made: tuple[Summary, Curves]) -> None:
+    summary = msgspec.structs.replace(
+        made[0], gpus=[], hosts=[], attempts=[], window=Window(None, None), goodput=None, training=None, waste=None
+    )
+    elements = Elements(page.render(summary, nothing(summary)))
+    words = " ".join(elements.words)
+    assert "No samples were recorded" in words and "was not used" in words
+    assert "noscript" not in [tag for tag, _ in elements.found]
+
+
+def test_figures_that_are_missing_are_dashes(made: tuple[Summary, Curves]) -> None:
+    summary, curves = made
+    gpu = msgspec.structs.replace(
+        summary.gpus[0], utilization=None, power_w=None, memory_used_gib=None, energy_j=None, index=None, expected=0
+    )
+    text = page.render(msgspec.structs.replace(summary, gpus=[gpu, *summary.gpus[1:]], coverage=None), curves)
+    row = text[text.index("<tbody>") : text.index("</tr>", text.index("<tbody>"))]
+    assert row.count(">–<") >= 8 and "None" not in row and "nan" not in text.split("<script>")[0]
+
+
+def test_of_very_many_events_the_rare_ones_stay(made: tuple[Summary, Curves]) -> None:
+    often = [Mark(float(i), "checkpoint", f"step {i}") for i in range(6000)]
+    rare = [Mark(i + 0.5, "xid", f"Xid {i}") for i in range(200)]
+    attempt = msgspec.structs.replace(made[0].attempts[0], events=often + rare)
+    marks, left_out = charts.placed(msgspec.structs.replace(made[0], attempts=[attempt]))
+    assert sum(p.mark.kind == "xid" for p in marks) == 200 and len(marks) == 1500
+    assert [p.mark.t for p in marks] == sorted(p.mark.t for p in marks)
+    assert left_out is not None and "1500 of 6200 events" in left_out
+
+
+def test_where_it_cannot_be_written(made: tuple[Summary, Curves], tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(ConfigError, match="is not a regular file, and would be replaced"):
+            report.write(*made, tmp_path / name)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        report.write(*made, Path("/dev/null"))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        report.write(*made, tmp_path / "missing" / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written: File name too long") as told:
+        report.write(*made, tmp_path / ("x" * 250))
+    assert told.value.fix
+
+
+def test_an_older_page_is_replaced_whole(made: tuple[Summary, Curves], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    size = report.write(*made, path)
+    assert path.stat().st_size == size and [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_uplot_is_the_published_file() -> None:
+    """npm's uplot 1.6.32, dist/ and LICENSE; an update changes the version, these sums and docs/dependencies.md."""
+    sums = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+    folder = Path(page.__file__).parent / "vendored"
+    assert {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()} == sums
+    assert f"(v{page.UPLOT})" in (folder / "uPlot.iife.min.js").read_text()[:100]
+
+
+def test_its_licence_is_in_the_page(made: tuple[Summary, Curves]) -> None:
+    words = " ".join(Elements(page.render(*made)).words)
+    assert "Leon Sorokin" in words and "Permission is hereby granted" in words
+
+
+def test_the_templates_are_shipped() -> None:
+    root = Path(page.__file__).parents[3]
+    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert shipped["force-include"]["templates"] == "clustertrain/templates"
+    assert {p.name for p in (root / "templates" / "telemetry").iterdir()} == {
+        "page.html.j2", *page.SCRIPTS, *page.STYLES
+    }  # fmt: skip

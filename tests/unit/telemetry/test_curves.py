@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from clustertrain.run.folder import RunDir
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.curves import Curves, curves
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    Note,
+    Stats,
+    Summary,
+    Timeline,
+    Window,
+)
+
+T0 = 1_790_000_000.0
+
+
+def record(run: RunDir, node: str, uuids: list[str], seconds: int, *, start: float = T0, attempt: int = 1) -> None:
+    """Samples of a node: GPU i at a utilization of (i + 1) / 10 and 100 (i + 1) W, sending 5 MB/s over PCIe."""
+    fast, slow = fields.columns(len(uuids), [], fields.FAST), fields.columns(len(uuids), [], fields.SLOW)
+    folder = run.attempt(attempt).telemetry / node
+    gpus = [GpuFacts(uuid) for uuid in uuids]
+    writer = Writer(folder)
+    writer.begin(Header(node=node, t=start, mono=5.0, interval_s=1.0, gpus=gpus, fast=fast, slow=slow))
+    for d in range(seconds):
+        given = {"host.cpu": 0.25, "host.network_rx_bytes": 1e6 * d, "host.network_tx_bytes": 2e6 * d}
+        for i in range(len(uuids)):
+            given |= {f"gpu{i}.utilization": (i + 1) / 10, f"gpu{i}.power_w": 100.0 * (i + 1)}
+            given |= {f"gpu{i}.pcie_tx_bytes": 5e6 * d, f"gpu{i}.pcie_rx_bytes": 7.0}
+        writer.fast(float(d), np.array([given.get(c, np.nan) for c in fast]))
+        if d % 10 == 0:
+            writer.slow(float(d), np.array([given.get(c, np.nan) for c in slow]))
+    writer.end(float(seconds))
+    writer.close()
+
+
+def gpu(node: str, uuid: str, mean: float | None = 0.5) -> GpuSummary:
+    return GpuSummary(
+        node=node,
+        uuid=uuid,
+        index=0,
+        name=None,
+        ranks=[],
+        attempts=[1],
+        samples=1,
+        expected=1,
+        utilization=None if mean is None else Stats(mean, mean, mean, mean, mean),
+        memory_used_gib=None,
+        memory_total_gib=None,
+        power_w=None,
+        energy_j=None,
+        energy_source=None,
+        temperature_c=None,
+        sm_clock_mhz=None,
+        memory_clock_mhz=None,
+        timeline=Timeline(1.0, []),
+        nulls={},
+    )
+
+
+def host(node: str) -> HostSummary:
+    return HostSummary(
+        node=node,
+        attempts=[1],
+        samples=1,
+        expected=1,
+        nvml=None,
+        driver=None,
+        allocation=None,
+        cpu=None,
+        cpu_count=None,
+        memory_used_gib=None,
+        memory_total_gib=None,
+        load1=None,
+        processes=None,
+        nulls={},
+    )
+
+
+def summary(gpus: list[GpuSummary], seconds: float, attempts: int = 1, start: float = T0) -> Summary:
+    nodes = list(dict.fromkeys(g.node for g in gpus))
+    window = Window(start, start + seconds)
+    return Summary(
+        run="r",
+        job_id=None,
+        window=window,
+        coverage=None,
+        attempts=[AttemptSummary(n + 1, None, window, nodes) for n in range(attempts)],
+        gpus=gpus,
+        hosts=[host(n) for n in nodes],
+        notes=[],
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def known(matrix: np.ndarray) -> np.ndarray:
+    found: np.ndarray = matrix[np.isfinite(matrix)]
+    return found
+
+
+def test_samples_of_two_nodes_on_one_grid(run: RunDir) -> None:
+    record(run, "a", ["U0", "U1"], 200)
+    record(run, "b", ["U2"], 100, start=T0 + 50)
+    found = curves(run, summary([gpu("a", "U0"), gpu("a", "U1"), gpu("b", "U2")], 200))
+    use = found.gpus.values["utilization"]
+    assert use.shape == (3, found.gpus.points) and found.gpus.start == T0
+    assert known(use[0]) == pytest.approx(0.1) and known(use[1]) == pytest.approx(0.2)
+    covered = np.isfinite(use[2])
+    assert covered.sum() * found.gpus.step_s == pytest.approx(100, abs=2 * found.gpus.step_s)
+    assert not covered[: int(48 / found.gpus.step_s)].any(), "before its first sample"
+    assert known(found.gpus.values["pcie_bytes_per_s"]) == pytest.approx(5e6, rel=1e-3), (
+        "counters are rates, both ways summed"
+    )
+    assert "temperature_c" not in found.gpus.values, "a curve that nobody recorded is left out"
+    assert known(found.hosts.values["network_bytes_per_s"]) == pytest.approx(3e6, rel=1e-3)
+    assert "2 s" in found.source and found.choice is None
+
+
+def test_whole_job_and_nodes_are_over_the_gpus_that_have_a_value(run: RunDir) -> None:
+    record(run, "a", ["U0", "U1"], 200)
+    record(run, "b", ["U2", "U3", "U4"], 100)
+    gpus = [gpu("a", "U0"), gpu("a", "U1"), *(gpu("b", f"U{i}") for i in (2, 3, 4))]
+    found = curves(run, summary(gpus, 200))
+    mean, low, high = found.overall.values["power_w"]
+    early, late = 10, int(150 / found.overall.step_s)
+    assert (mean[early], low[early], high[early]) == pytest.approx((180, 100, 300))
+    assert (mean[late], low[late], high[late]) == pytest.approx((150, 100, 200))
+    assert found.node_names == ["a", "b"]
+    assert found.nodes.values["power_w"][:, early] == pytest.approx([150, 200])
+    assert np.isnan(found.nodes.values["power_w"][1, late])
+
+
+def test_a_long_run_is_read_from_its_rollup_in_few_points(run: RunDir) -> None:
+    record(run, "a", ["U0"], 4 * 3600 + 600)
+    found = curves(run, summary([gpu("a", "U0")], 4 * 3600 + 600))
+    assert found.gpus.step_s == 60 and found.source == "Each point is the mean of 1 min."
+    use = found.gpus.values["utilization"][0]
+    assert np.isfinite(use[:250]).all(), "a hole between two buckets"
+    assert known(use) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_two_attempts_and_the_pause_between_them(run: RunDir) -> None:
+    record(run, "a", ["U0"], 100)
+    record(run, "a", ["U0"], 100, start=T0 + 300, attempt=2)
+    found = curves(run, summary([gpu("a", "U0")], 400, attempts=2))
+    there = np.isfinite(found.gpus.values["utilization"][0])
+    pause = slice(int(110 / found.gpus.step_s), int(290 / found.gpus.step_s))
+    assert there[5] and there[-5] and not there[pause].any()
+
+
+def test_only_what_the_summary_covers(run: RunDir) -> None:
+    record(run, "a", ["U0", "U1"], 200)
+    record(run, "b", ["U2"], 200)
+    found = curves(run, summary([gpu("a", "U1")], 50, start=T0 + 100))
+    assert found.gpus.values["power_w"].shape == (1, found.gpus.points)
+    assert known(found.gpus.values["power_w"]) == pytest.approx(200)
+    assert found.gpus.points * found.gpus.step_s <= 60 and found.node_names == ["a"]
+
+
+def test_steps_of_training(run: RunDir) -> None:
+    record(run, "a", ["U0"], 100)
+    rows = [{"step": i, "t": T0 + 10 * i, "step_s": 10.0, "loss": 3.0 - i / 10, "lr": 1e-4} for i in range(10)]
+    rows += [{"step": 10, "t": T0 + 99, "step_s": "broken", "loss": None}, {"step": 11, "t": None, "loss": 1.0}]
+    run.metrics.mkdir()
+    run.metrics_of(1).write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 12, "t": 17900')
+    found = curves(run, summary([gpu("a", "U0")], 100)).training
+    assert known(found.values["step_s"]) == pytest.approx(10.0)
+    loss = found.values["loss"][0]
+    assert np.isfinite(loss[:-1]).all(), "steps longer than a point would be lone points"
+    assert loss[0] > loss[-2] and "lr" not in found.values
+
+
+def many(nodes: int, each: int) -> list[GpuSummary]:
+    return [gpu(f"n{n:03d}", f"U{n}-{i}", 0.9 if n else 0.2) for n in range(nodes) for i in range(each)]
+
+
+def test_of_many_gpus_the_worst_have_curves_and_the_page_is_told(run: RunDir) -> None:
+    gpus = many(20, 8)
+    gpus[100] = msgspec.structs.replace(gpus[100], utilization=None)
+    whole = summary(gpus, 7 * 86400)
+    named = Note(severity="warning", code="hot", text="hot", uuid="U9-3")
+    found: Curves = curves(run, msgspec.structs.replace(whole, notes=[named]))
+    assert len(found.chosen) == 64 and found.chosen == sorted(found.chosen)
+    assert 9 * 8 + 3 in found.chosen, "a note names it"
+    assert set(range(8)) <= set(found.chosen), "the least used"
+    assert 100 in found.chosen, "nobody knows how much it was used"
+    assert found.choice is not None and "64 of 160 GPUs" in found.choice and "notes name" in found.choice
+
+
+def test_the_heat_map_has_every_gpu_also_of_many(run: RunDir) -> None:
+    for n in range(70):
+        record(run, f"n{n:03d}", [f"U{n}-0"], 70)
+    found = curves(run, summary(many(70, 1), 600))
+    assert len(found.gpus.values["power_w"]) == 64 == len(found.node_names)
+    assert found.heat.values["utilization"].shape == (70, found.heat.points)
+    assert np.isfinite(found.heat.values["utilization"]).any(axis=1).all()
+    assert found.choice is not None and "64 of 70 GPUs" in found.choice and "64 of 70 nodes" in found.choice
+
+
+def test_without_samples_and_with_damaged_ones(run: RunDir) -> None:
+    nothing = msgspec.structs.replace(summary([], 0), window=Window(None, None))
+    assert curves(run, nothing).overall.values == {}
+    record(run, "a", ["U0"], 60)
+    record(run, "b", ["U1"], 60)
+    (run.attempt(1).telemetry / "b" / "0" / "header.json").write_text("{")
+    found = curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
+    assert np.isfinite(found.gpus.values["power_w"][0]).any()
+    assert not np.isfinite(found.gpus.values["power_w"][1]).any()
