@@ -86,13 +86,13 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
-        readable, agents = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
+        readable, at_once = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
         for one in readable:
             until = one.newest_t or one.header.t
             if one is readable[-1]:
                 until = max(until, ended.get(node, 0.0))
             began, interval_s = one.header.t, one.header.interval_s
-            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=agents))
+            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=at_once))
         if not readable and node in agents:
             start = float(agents[node]["t"])
             until = max(start, ended.get(node, last_word))

@@ -74,7 +74,10 @@ def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[s
     return parts, lambda node, facts: (node, facts.uuid) in fitting
 
 
-def summarize(run: RunDir, request: Request = Request()) -> Summary:
+ALL = Request()
+
+
+def summarize(run: RunDir, request: Request = ALL) -> Summary:
     """The per-job report, over all attempts or one of them.
 
     Raises:
