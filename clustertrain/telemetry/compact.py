@@ -84,7 +84,8 @@ def _complete(segment: Segment) -> None:
 
 def _to_parquet(segment: Segment) -> None:
     folder, header = segment.folder, segment.header
-    reasons = [(r.d, r.column, r.reason) for r in blocks.read(folder) if isinstance(r, blocks.Reason)]
+    notes = blocks.read(folder, notes_only=True)
+    reasons = [(r.d, r.column, r.reason) for r in notes if isinstance(r, blocks.Reason)]
     paces: tuple[Pace, ...] = (FAST, SLOW)
     with contextlib.ExitStack() as stack:
         writers = {pace: archive.ParquetWriter(folder, header, pace, reasons) for pace in paces}
