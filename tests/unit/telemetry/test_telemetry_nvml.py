@@ -161,15 +161,21 @@ def test_each_failure_is_a_reason_and_never_a_zero(nvml_stub: Stub) -> None:
     assert found["values"]["unreadable-1"].startswith("lost: GPU_IS_LOST")
 
 
-@pytest.mark.parametrize(("code", "name"), CODES.items(), ids=CODES.values())
-def test_every_code_of_nvml_is_a_reason_of_that_field_alone(nvml_stub: Stub, code: int, name: str) -> None:
-    nvml_stub.drive(f"device 0 gpm 1\nfail 0 nvmlDeviceGetPowerUsage {code}\nfail 0 field:197 {code}\n")
-    ((values),) = ask(nvml_stub.environ())["values"].values()
-    assert values["power_w"].startswith(f"{name}: ")
-    assert values["pcie_tx_bytes"].startswith(f"{name}: ")
-    assert values["pcie_rx_bytes"] == 0
-    assert values["energy_j"] > 0
-    assert values["temperature_c"] == 30
+def test_every_code_of_nvml_is_a_reason_of_that_field_alone(nvml_stub: Stub) -> None:
+    nvml_stub.drive(
+        "".join(
+            f"device {c % 64} uuid GPU-{c}\nfail {c % 64} nvmlDeviceGetPowerUsage {c}\nfail {c % 64} field:197 {c}\n"
+            for c in CODES
+        )
+    )
+    found = ask(nvml_stub.environ())["values"]
+    assert len(found) == len(CODES)
+    for code, name in CODES.items():
+        values = found[f"GPU-{code}"]
+        assert values["power_w"].startswith(f"{name}: ")
+        assert values["pcie_tx_bytes"].startswith(f"{name}: ")
+        assert values["pcie_rx_bytes"] == 0
+        assert values["temperature_c"] == 30
 
 
 @pytest.mark.parametrize("code", [3, 4])
