@@ -9,12 +9,13 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, planner, step_overhead, telemetry
+from benchmarks import checkpoint, cli_speed, nvml_calls, planner, step_overhead, telemetry
 from benchmarks.measure import CannotRun
 
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "checkpoint": (checkpoint.main, "save and restore against DCP, torchsnapshot, torch.save and bare files; long"),
     "cli_speed": (cli_speed.main, "--help and submit against click, submitit and torchx"),
+    "nvml_calls": (nvml_calls.main, "cost of each call to NVML; needs a GPU"),
     "planner": (planner.main, "predictions against published configurations; writes docs/planner.md"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer against a bare PyTorch loop"),
     "telemetry": (telemetry.main, "what the sampler costs, bytes a value, and the wait for a report of 1,024 GPUs"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -106,14 +107,14 @@ def _missing(what: str, number: int) -> Device:
     return Device(uuid=f"missing-{what}-{number}", reason=f"NOT_FOUND: NVML lists no device with {what} {number}")
 
 
-class HostShare(msgspec.Struct, frozen=True):
+class HostShare(NamedTuple):
     """Processors and bytes of memory that the job has on this node; None where nothing limits or tells them."""
 
     cpus: int | None
     memory_bytes: int | None
 
 
-def of_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostShare:
+def allocated(environ: Mapping[str, str], root: Path = Path("/")) -> HostShare:
     """What Slurm says, else what this process is limited to. ``root`` holds ``proc`` and ``sys``."""
     cpus = _count(environ, settings.SLURM_CPUS_ON_NODE) or len(os.sched_getaffinity(0))
     return HostShare(cpus, _slurm_memory(environ) or _cgroup_memory(root))

@@ -52,8 +52,8 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
 class Question(NamedTuple):
     """What NVML is asked for several figures at once, and the memory in which it answers."""
 
-    names: tuple[str, ...]
     sources: tuple[tuple[Source, ...], ...]  # of each name those that are tried
+    scales: tuple[float, ...]  # where each is known to have one number: theirs
     length: int
     memory: ctypes.Array[ctypes.c_char]
 
@@ -82,6 +82,11 @@ class FieldValues:
         if code:
             raise self._nvml.error(code)
         answers = _FIELD.iter_unpack(question.memory)
+        if question.scales:
+            return {
+                name: self._nvml.error(code) if code else scale * _VALUES[kind].unpack(raw)[0]
+                for name, scale, (_, _, kind, code, raw) in zip(names, question.scales, answers, strict=True)
+            }
         return {
             name: self._choose(name, [(s, list(islice(answers, len(s.ids)))) for s in sources])
             for name, sources in zip(names, question.sources, strict=True)
@@ -93,7 +98,9 @@ class FieldValues:
         memory = ctypes.create_string_buffer(_FIELD.size * len(asked))
         for i, (number, scope) in enumerate(asked):
             _FIELD.pack_into(memory, i * _FIELD.size, number, scope, 0, 0, b"")
-        question = self._questions[names] = Question(names, sources, len(asked), memory)
+        settled = len(asked) == len(names) and all(n in self._known for n in names)
+        scales = tuple(each[0].scale for each in sources) if settled else ()
+        question = self._questions[names] = Question(sources, scales, len(asked), memory)
         return question
 
     def _choose(self, name: str, tried: list[tuple[Source, list[Any]]]) -> float | NvmlError:

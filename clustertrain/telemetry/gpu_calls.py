@@ -42,7 +42,7 @@ class GpuCalls:
         self._parent = device.parent
         self._temperature_call = "nvmlDeviceGetTemperatureV"
         self._reasons_call = "nvmlDeviceGetCurrentClocksEventReasons"
-        self._processes_call = "nvmlDeviceGetComputeRunningProcesses"
+        self._processes_call = "nvmlDeviceGetComputeRunningProcesses_v3"
         if device.parent is None:
             self._gpm = RollingPair(nvml, self._handle, self._take)
         else:

@@ -86,9 +86,11 @@ class HostReader:
             return None
         before, current = self._before, (now, *busy_total)
         if before is not None and now - before[0] < _SHORTEST_S:
+            self.reasons["cpu"] = f"NO_DATA: less than {_SHORTEST_S} s since the last reading"
             return None
         self._before = current
         if before is None or current[2] <= before[2]:
+            self.reasons["cpu"] = "NO_DATA: a share needs two readings"
             return None
         return min(1.0, max(0.0, (current[1] - before[1]) / (current[2] - before[2])))
 
