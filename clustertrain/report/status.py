@@ -156,7 +156,7 @@ def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
         table.add_row(_PART_WORDS[name], to_the_second(shown), f"{share}%", bar)
     table.add_row("wall time", to_the_second(whole), "", "")
     head = f"Where the time went (goodput {shares[PARTS.index('productive_s')]}%"
-    head += f", effective training time {parts.effective_ratio:.0%} of the time with nodes)"
+    head += f", {parts.effective_ratio:.0%} of the time with nodes)"
     lines: list[RenderableType] = [Text(head, style="bold"), table]
     steps_s = parts.productive_s + parts.repeated_s
     if parts.data_wait_s > 0 and steps_s > 0:
