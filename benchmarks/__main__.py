@@ -9,12 +9,13 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, nvml_calls, planner, step_overhead, telemetry
+from benchmarks import checkpoint, cli_speed, marks, nvml_calls, planner, step_overhead, telemetry
 from benchmarks.measure import CannotRun
 
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "checkpoint": (checkpoint.main, "save and restore against DCP, torchsnapshot, torch.save and bare files; long"),
     "cli_speed": (cli_speed.main, "--help and submit against click, submitit and torchx"),
+    "marks": (marks.main, "what the trainer's marks cost a step, and `status` on a run of a million steps"),
     "nvml_calls": (nvml_calls.main, "cost of each call to NVML; needs a GPU"),
     "planner": (planner.main, "predictions against published configurations; writes docs/planner.md"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer against a bare PyTorch loop"),

@@ -1,0 +1,114 @@
+"""What the trainer's marks cost a step, and what reading them costs on a run of a million steps.
+
+python -m benchmarks.marks --rows 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import measure
+from clustertrain import fsio
+from clustertrain.run import attempts, measured
+from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import ledger
+from clustertrain.train.marks import Marks
+
+STEPS = 20_000
+ROUNDS = 7
+GOAL_S = 1.0  # of processor time, for what `status` reads
+
+
+def step_us(folder: Path | None) -> float:
+    """Microseconds a step, the least of some rounds: what else the machine does only adds to it."""
+    marks = Marks(folder, 0, 8, lambda: 1.0)
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for i in range(STEPS):
+            marks.step_begins(i)
+            marks.step_ends(i + 1, 0.0, 32_768, 0.001)
+        rounds.append((time.perf_counter() - started) / STEPS * 1e6)
+    marks.close()
+    return round(min(rounds), 2)
+
+
+def long_run(folder: Path, rows: int) -> RunDir:
+    """A completed run with one attempt of so many steps, and a checkpoint each 500."""
+    run = RunDir(folder)
+    for path in (run.events, run.metrics, run.attempt(1).events):
+        path.mkdir(parents=True)
+    at, t, sums, saves = random.Random(1), 1.79e9, [0.0, 0.0], []
+    with run.metrics_of(1).open("w") as f:
+        for step in range(1, rows + 1):
+            step_s, wait_s = at.uniform(0.5, 0.55), at.uniform(0, 0.01)
+            t += step_s + 0.001
+            sums = [sums[0] + step_s, sums[1] + wait_s]
+            row = {"step": step, "t": t, "step_s": step_s, "sum_step_s": sums[0], "tokens_per_s": 524_288 / step_s,
+                   "sum_tokens": 524_288 * step, "data_wait_s": wait_s, "sum_data_wait_s": sums[1],
+                   "loss": at.uniform(2, 3), "lr": 3e-4, "grad_norm": at.random()}  # fmt: skip
+            f.write(json.dumps(row, separators=(",", ":")) + "\n")
+            if step % 500 == 0:
+                saves.append(
+                    {"t": t + 4, "event": "checkpoint", "t_begin": t, "step": step, "stall_s": 0.5, "save_s": 4}
+                )
+                t += 0.5
+    log = fsio.Appender(run.attempt(1).events_of("rank-0"))
+    log.append({"t": 1.79e9 - 60, "event": "started", "job_id": "1"})
+    log.append({"t": 1.79e9 + 1, "event": "first_step", "t_begin": 1.79e9, "step": 1})
+    log.append(*saves)
+    log.append({"t": t + 9, "event": "ended", "ending": "completed", "last_step": rows})
+    log.close()
+    return run
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """Processor seconds, the median of three."""
+    found = []
+    for _ in range(3):
+        started = time.process_time()
+        work()
+        found.append(time.process_time() - started)
+    return round(statistics.median(found), 4)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.marks")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    rows = parser.parse_args(argv if argv is not None else []).rows
+    result = measure.context(("clustertrain", "msgspec"))
+    with tempfile.TemporaryDirectory(prefix="marks-") as folder:
+        result["step_us"] = {"with_beat": step_us(Path(folder)), "without": step_us(None)}
+        run = long_run(Path(folder, "run"), rows)
+        result["rows"] = rows
+        result["file_mib"] = round(run.metrics_of(1).stat().st_size / 2**20, 1)
+        history = attempts.read_all(run)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result["ledger_cpu_s"] = cpu_s(lambda: ledger(run, history, 0.0, True))
+        result["speed_cpu_s"] = cpu_s(lambda: measured.speed(run, run.attempts()))
+        result["more_memory_mib"] = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)
+    result["goal_s"] = GOAL_S
+    met = result["ledger_cpu_s"] + result["speed_cpu_s"] < GOAL_S
+    result["verdict"] = "met" if met else "missed"
+    print(
+        {
+            k: result[k]
+            for k in ("step_us", "rows", "file_mib", "ledger_cpu_s", "speed_cpu_s", "more_memory_mib", "verdict")
+        }
+    )
+    path = measure.write("marks", result)
+    print(f"written to {path.relative_to(measure.ROOT)}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
