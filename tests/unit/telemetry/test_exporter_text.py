@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from clustertrain import clock
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.export.collector import registry_of, render
+from clustertrain.telemetry.export.collector import OWN, registry_of, render
 from clustertrain.telemetry.export.feed import STALE_S, Feed
 from clustertrain.telemetry.export.names import METRICS
 from clustertrain.telemetry.snapshot import Snapshot
@@ -163,6 +164,14 @@ def test_every_field_has_a_metric_of_its_own() -> None:
     found = [m.name for known in METRICS.values() for m in known.values()]
     assert len(found) == len(set(found)) == len(fields.GPU) + len(fields.HOST) + len(fields.RANK)
     assert names(of(snapshot(full()))) >= set(found)
+
+
+def test_the_manual_has_what_is_no_recorded_field() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    for own in OWN:
+        short = own.metric.name.removeprefix("clustertrain_sampler")
+        assert f"`{own.metric.name}`" in text or f"`…{short}`" in text, own.metric.name
+    assert ", ".join(f"{code} {word}" for code, word in enumerate(PHASES)) in text
 
 
 def test_labels_are_bounded() -> None:
