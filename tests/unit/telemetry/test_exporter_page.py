@@ -57,7 +57,7 @@ def export() -> Iterator[Callable[..., Watched]]:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of so many ports in a row that are free: below those of clients, and not where another process looks."""
+    """The first of so many ports in a row that are free: below those of clients, apart from other processes'."""
     slots = 440
     for slot in range(slots):
         first = 10000 + 50 * ((os.getpid() + slot) % slots)

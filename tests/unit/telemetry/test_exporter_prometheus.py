@@ -90,7 +90,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     (folder / "config.yml").write_text(CONFIG.format(port=watched.started()))
     over = threading.Event()
     feeder = threading.Thread(target=_feed, args=(watched.exporter, over), daemon=True)
-    watched.exporter.xid("GPU-0", None)
+    watched.exporter.watch_xids(["GPU-0"])
     watched.exporter.xid("GPU-1", 79)
     feeder.start()
     port = free_port()
