@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, cli_speed, measure, planner, step_overhead
+from benchmarks import checkpoint, cli_speed, measure, nvml_calls, planner, step_overhead
 from benchmarks.measure import CannotRun
 
 
@@ -31,6 +31,7 @@ def telemetry_overhead() -> int:
 BENCHMARKS: dict[str, tuple[Callable[[], int], str]] = {
     "checkpoint": (checkpoint.main, "save and restore against DCP, torchsnapshot, torch.save and bare files; long"),
     "cli_speed": (cli_speed.main, "--help and submit against click, submitit and torchx"),
+    "nvml_calls": (nvml_calls.main, "cost of each call to NVML; needs a GPU"),
     "planner": (planner.main, "predictions against published configurations; writes docs/planner.md"),
     "step_overhead": (step_overhead.main, "tokens/s of the built-in trainer against a bare PyTorch loop"),
     "telemetry_overhead": (telemetry_overhead, "processor time of the sampler with 8 stand-in GPUs, over a minute"),

@@ -1,4 +1,4 @@
-"""Which GPUs of a node belong to the job. A GPU that no process uses is allocated all the same.
+"""What of a node belongs to the job: GPUs, processors, memory. A GPU that no process uses is allocated all the same.
 
 What the variables mean, and why plain indices go wrong:
 
@@ -10,7 +10,10 @@ What the variables mean, and why plain indices go wrong:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -102,3 +105,63 @@ def _choose(
 
 def _missing(what: str, number: int) -> Device:
     return Device(uuid=f"missing-{what}-{number}", reason=f"NOT_FOUND: NVML lists no device with {what} {number}")
+
+
+class HostShare(NamedTuple):
+    """Processors and bytes of memory that the job has on this node; None where nothing limits or tells them."""
+
+    cpus: int | None
+    memory_bytes: int | None
+
+
+def allocated(environ: Mapping[str, str], root: Path = Path("/")) -> HostShare:
+    """What Slurm says, else what this process is limited to. ``root`` holds ``proc`` and ``sys``."""
+    cpus = _count(environ, settings.SLURM_CPUS_ON_NODE) or len(os.sched_getaffinity(0))
+    return HostShare(cpus, _slurm_memory(environ) or _cgroup_memory(root))
+
+
+def _slurm_memory(environ: Mapping[str, str]) -> int | None:
+    """Bytes on this node; None where Slurm does not say, or says 0 for all that there is."""
+    of_node = _count(environ, settings.SLURM_MEM_PER_NODE)
+    per_cpu, cpus = _count(environ, settings.SLURM_MEM_PER_CPU), _count(environ, settings.SLURM_CPUS_ON_NODE)
+    per_gpu, gpus = _count(environ, settings.SLURM_MEM_PER_GPU), _count(environ, settings.SLURM_GPUS_ON_NODE)
+    mib = of_node or per_cpu * cpus or per_gpu * gpus
+    return mib << 20 or None
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    """0 where it is not set, or is no number."""
+    value = environ.get(name, "")
+    return int(value) if value.isdigit() else 0
+
+
+def _cgroup_memory(root: Path) -> int | None:
+    """The tightest limit of this process's cgroups and those above them, in bytes."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        here = base / path.lstrip("/")
+        while here != base.parent:
+            limits.append(_limit(here / file))
+            here = here.parent
+    told = [n for n in limits if n is not None]
+    return min(told, default=None)
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    # "max" in version 2; in version 1 no limit is the highest number of pages.
+    return int(text) if text.isdigit() and int(text) < 1 << 60 else None

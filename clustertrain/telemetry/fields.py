@@ -33,8 +33,8 @@ def _gauge(name: str, unit: str, ceiling: float, text: str, pace: Pace = FAST) -
     return Field(name, "gauge", pace, unit, ceiling, text)
 
 
-def _counter(name: str, unit: str, text: str, pace: Pace = FAST) -> Field:
-    return Field(name, "counter", pace, unit, 1e19, text)
+def _counter(name: str, unit: str, text: str, pace: Pace = FAST, ceiling: float = 9e18) -> Field:
+    return Field(name, "counter", pace, unit, ceiling, text)  # NVIDIA's blank of 64 bits is 2**63 - 16
 
 
 GPU = (
@@ -51,7 +51,7 @@ GPU = (
     _gauge("sm_activity", "ratio", 1.0, "share of time and multiprocessors with a warp resident (GPM)"),
     _gauge("tensor_activity", "ratio", 1.0, "share of time in which the tensor cores were active (GPM)"),
     _gauge("dram_activity", "ratio", 1.0, "share of the memory's bandwidth in use (GPM)"),
-    _counter("energy_j", "J", "energy drawn since the driver was loaded"),
+    _counter("energy_j", "J", "energy drawn since the driver was loaded", ceiling=1e13),  # 1 kW for 300 years
     _counter("pcie_tx_bytes", "bytes", "sent over PCIe"),
     _counter("pcie_rx_bytes", "bytes", "received over PCIe"),
     _counter("nvlink_tx_bytes", "bytes", "sent over NVLink"),

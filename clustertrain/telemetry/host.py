@@ -1,19 +1,26 @@
-"""The node itself: processors, memory, load, and the processes below the agent."""
+"""The node itself: processors, memory, load, network and disks, of all users and jobs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from clustertrain import clock
+from clustertrain.telemetry import fields, sysfs
 
-# In the order in which samples store them: a ratio of all processors, bytes, and the mean run queue of one minute.
-HOST_FIELDS = ("cpu", "memory_used_bytes", "load1")
+# What HostReader reads, in this order; the figures of the job's own processes are of :mod:`.processes`.
+HOST_FIELDS = tuple(f.name for f in fields.HOST if not f.name.startswith("job_"))
 
 _SHORTEST_S = 0.05  # the kernel counts processor time in ticks of 10 ms
+_PAIRS: dict[str, Callable[[Path], tuple[float, float]]] = {
+    "network_rx_bytes network_tx_bytes": sysfs.network,
+    "infiniband_rx_bytes infiniband_tx_bytes": sysfs.infiniband,
+    "disk_read_bytes disk_write_bytes": sysfs.disks,
+}
 
 
 class HostFacts(msgspec.Struct, frozen=True):
@@ -22,10 +29,11 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 class HostReader:
-    """Host-wide figures, of all users and jobs. One that cannot be read is None, with its reason in ``reasons``."""
+    """Host-wide figures. One that cannot be read is None, with its reason in ``reasons``. ``root`` holds ``sys``."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = Path("/")) -> None:
         self.reasons: dict[str, str] = {}
+        self._root = root
         self._before: tuple[float, float, float] | None = None
         self._cpu()
 
@@ -38,7 +46,14 @@ class HostReader:
 
     def read(self) -> list[float | None]:
         """The values in the order of HOST_FIELDS."""
-        return [self._cpu(), self._guard("memory_used_bytes", _memory_used), self._guard("load1", _load1)]
+        found: dict[str, float | None] = {
+            "cpu": self._cpu(),
+            "memory_used_bytes": self._guard("memory_used_bytes", _memory_used),
+            "load1": self._guard("load1", _load1),
+        }
+        for names, read in _PAIRS.items():
+            found |= self._pair(names.split(), read)
+        return [found[name] for name in HOST_FIELDS]
 
     def _guard(self, field: str, call: Callable[[], float]) -> float | None:
         try:
@@ -49,6 +64,20 @@ class HostReader:
         self.reasons.pop(field, None)
         return value
 
+    def _pair(self, names: list[str], read: Callable[[Path], tuple[float, float]]) -> dict[str, float | None]:
+        try:
+            values = read(self._root)
+        except sysfs.Missing as e:
+            reason = f"NOT_SUPPORTED: {e}"
+        except (OSError, ValueError, IndexError) as e:
+            reason = f"{type(e).__name__}: {e}"
+        else:
+            for name in names:
+                self.reasons.pop(name, None)
+            return dict(zip(names, values, strict=True))
+        self.reasons |= dict.fromkeys(names, reason)
+        return dict.fromkeys(names)
+
     def _cpu(self) -> float | None:
         """Busy share of all processors since the last call; None for the first."""
         now = clock.monotonic()
@@ -57,9 +86,11 @@ class HostReader:
             return None
         before, current = self._before, (now, *busy_total)
         if before is not None and now - before[0] < _SHORTEST_S:
+            self.reasons["cpu"] = f"NO_DATA: less than {_SHORTEST_S} s since the last reading"
             return None
         self._before = current
         if before is None or current[2] <= before[2]:
+            self.reasons["cpu"] = "NO_DATA: a share needs two readings"
             return None
         return min(1.0, max(0.0, (current[1] - before[1]) / (current[2] - before[2])))
 
@@ -83,42 +114,3 @@ def _memory_used() -> float:
 
 def _load1() -> float:
     return os.getloadavg()[0]
-
-
-class TreeFigures(msgspec.Struct, frozen=True):
-    """The processes below one process. Pages that several of them share count once each in ``rss_bytes``."""
-
-    count: int
-    rss_bytes: int
-    cpu_cores: float | None  # processor seconds per second since the last reading; None for the first
-
-
-class ProcessTree:
-    """Figures of all descendants of a process. Walks every process of the node: read it rarely."""
-
-    def __init__(self, root: int) -> None:
-        self._root = root
-        self._before: dict[tuple[int, float], float] = {}
-        self._at: float | None = None
-
-    def read(self) -> TreeFigures | None:
-        """None when the root is gone."""
-        now = clock.monotonic()
-        try:
-            processes = psutil.Process(self._root).children(recursive=True)
-        except (OSError, psutil.Error):
-            return None
-        cpu: dict[tuple[int, float], float] = {}
-        rss = 0
-        for process in processes:
-            try:
-                with process.oneshot():
-                    times = process.cpu_times()
-                    rss += process.memory_info().rss
-                    cpu[process.pid, process.create_time()] = times.user + times.system
-            except (OSError, psutil.Error):
-                continue  # it ended, or is another user's
-        spent = sum(s - self._before.get(key, 0.0) for key, s in cpu.items())
-        cores = None if self._at is None or now <= self._at else spent / (now - self._at)
-        self._before, self._at = cpu, now
-        return TreeFigures(len(cpu), rss, cores)

@@ -10,21 +10,14 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-# The figures of one device, in the order in which samples store them. Units: ratio 0-1, bytes, W, °C, MHz, J. energy_j
-# counts from the driver's load; only differences mean something.
-FIELDS = (
-    "utilization",
-    "memory_used_bytes",
-    "power_w",
-    "temperature_c",
-    "sm_clock_mhz",
-    "memory_clock_mhz",
-    "energy_j",
-)
+from clustertrain.telemetry import fields
+
+# The figures of one device at each tick, in the order in which it is read.
+FIELDS = tuple(f.name for f in fields.GPU if f.pace == fields.FAST)
 
 _WORDS = {
     "UNINITIALIZED": "NVML was shut down",
@@ -80,14 +73,14 @@ class NvLinks(NamedTuple):
 
 
 class Nvml:
-    """NVML, opened and closed."""
+    """NVML, opened and closed. ``lib`` is nvidia-ml-py while it is open, for its constants and structures."""
 
     def __init__(self) -> None:
-        self._lib: Any = None
+        self.lib: Any = None
         self._names: dict[int, str] = {}
         self._handles: dict[str, Any] = {}
         self._without_memory_v2: set[str] = set()
-        self._temperature_v = True
+        self._before_close: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
         """Initialise NVML; returns the driver's version, None where it cannot be read.
@@ -99,23 +92,25 @@ class Nvml:
             lib = importlib.import_module("pynvml")
         except ImportError as e:
             raise NvmlError("LIBRARY_NOT_FOUND", f"the Python package nvidia-ml-py cannot be imported: {e}") from e
-        self._lib = lib
+        self.lib = lib
         prefix = "NVML_ERROR_"
         self._names = {getattr(lib, n): n.removeprefix(prefix) for n in dir(lib) if n.startswith(prefix)}
         self._handles.clear()
-        self._call("nvmlInitWithFlags", 0)
+        self.call("nvmlInitWithFlags", 0)
         try:
-            return str(self._call("nvmlSystemGetDriverVersion"))
+            return str(self.call("nvmlSystemGetDriverVersion"))
         except NvmlError:
             return None
 
     def close(self) -> None:
-        if self._lib is None:
+        if self.lib is None:
             return
+        while self._before_close:
+            self._before_close.pop()()
         self._handles.clear()
         with contextlib.suppress(NvmlError):  # already shut down, or never up: nothing is held
-            self._call("nvmlShutdown")
-        self._lib = None
+            self.call("nvmlShutdown")
+        self.lib = None
 
     def devices(self) -> list[Device]:
         """All GPUs that this process may see, and their MIG slices. One that does not open is listed with its reason.
@@ -124,9 +119,9 @@ class Nvml:
             NvmlError: the devices cannot even be counted.
         """
         found = []
-        for index in range(int(self._call("nvmlDeviceGetCount"))):
+        for index in range(int(self.call("nvmlDeviceGetCount"))):
             try:
-                handle = self._call("nvmlDeviceGetHandleByIndex", index)
+                handle = self.call("nvmlDeviceGetHandleByIndex", index)
                 device = self._describe(handle, index, None)
             except NvmlError as e:
                 found.append(Device(uuid=f"unreadable-{index}", index=index, reason=e.reason))
@@ -142,24 +137,33 @@ class Nvml:
             NvmlError: it cannot be reached.
         """
         self._handles.pop(uuid, None)
-        self._handles[uuid] = self._call("nvmlDeviceGetHandleByUUID", uuid.encode())
+        self._handles[uuid] = self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """``release`` will be called once, when NVML is about to be closed, to give back what it holds of NVML's."""
+        self._before_close.append(release)
 
     def holds(self, uuid: str) -> bool:
         """Whether there is a handle for the device."""
         return uuid in self._handles
 
-    def read(self, uuid: str, field: str) -> float:
-        """One of :data:`FIELDS`, in its unit.
+    def handle(self, uuid: str) -> Any:
+        """NVML's own name of a device.
 
         Raises:
-            NvmlError: NVML has no value; never a 0 in place of one.
+            NvmlError: it cannot be reached.
         """
         if uuid not in self._handles:
             self.find(uuid)
-        value, ceiling = _READ[field](self, uuid, self._handles[uuid])
-        if not 0 <= value <= ceiling:
-            raise NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}")
-        return value
+        return self._handles[uuid]
+
+    def memory_used(self, uuid: str) -> int:
+        """Bytes in use, without what the driver reserves where NVML tells them apart.
+
+        Raises:
+            NvmlError: NVML has no value.
+        """
+        return int(self._memory(uuid, self.handle(uuid)).used)
 
     def pci_address(self, uuid: str) -> str:
         """As sysfs writes it: ``0000:1b:00.0``.
@@ -167,7 +171,7 @@ class Nvml:
         Raises:
             NvmlError: NVML does not tell.
         """
-        pci = self._call("nvmlDeviceGetPciInfo_v3", self._handles[uuid])
+        pci = self.call("nvmlDeviceGetPciInfo_v3", self._handles[uuid])
         return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
 
     def nvlinks(self, uuid: str) -> NvLinks:
@@ -176,22 +180,31 @@ class Nvml:
         Raises:
             NvmlError: NVML does not tell, which is so in MIG mode.
         """
-        handle, states = self._handles[uuid], []
-        for link in range(self._lib.NVML_NVLINK_MAX_LINKS):
-            try:
-                states.append(bool(self._call("nvmlDeviceGetNvLinkState", handle, link)))
-            except NvmlError as e:
-                if e.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):  # past the last link of this GPU
-                    raise
-                break
+        handle, states = self._handles[uuid], self.link_states(uuid)
         kinds = [
-            self._optional(self._call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            self._optional(self.call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             for link, up in enumerate(states)
             if up
         ]
         told = [kind for kind in kinds if kind is not None]
-        switch = any(kind == self._lib.NVML_NVLINK_DEVICE_TYPE_SWITCH for kind in told) if told else None
+        switch = any(kind == self.lib.NVML_NVLINK_DEVICE_TYPE_SWITCH for kind in told) if told else None
         return NvLinks(sum(states), len(states), switch)
+
+    def link_states(self, uuid: str) -> list[bool]:
+        """Whether each NVLink of a GPU is up; empty where it has none.
+
+        Raises:
+            NvmlError: NVML does not tell.
+        """
+        handle, states = self.handle(uuid), list[bool]()
+        for link in range(self.lib.NVML_NVLINK_MAX_LINKS):
+            try:
+                states.append(bool(self.call("nvmlDeviceGetNvLinkState", handle, link)))
+            except NvmlError as e:
+                if e.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):  # past the last link of this GPU
+                    raise
+                break
+        return states
 
     def nvlink_domain(self, uuid: str) -> str:
         """What all GPUs share that reach each other over NVLink across nodes: ``<cluster UUID>.<clique>``. Empty where
@@ -200,34 +213,34 @@ class Nvml:
         Raises:
             NvmlError: the driver does not know of such fabrics.
         """
-        info = self._lib.c_nvmlGpuFabricInfo_t()
-        self._call("nvmlDeviceGetGpuFabricInfo", self._handles[uuid], ctypes.byref(info))
+        info = self.lib.c_nvmlGpuFabricInfo_t()
+        self.call("nvmlDeviceGetGpuFabricInfo", self._handles[uuid], ctypes.byref(info))
         cluster = bytes(info.clusterUuid)
-        if info.state != self._lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster):
+        if info.state != self.lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster):
             return ""
         return f"{cluster.hex()}.{info.cliqueId}"
 
     def _describe(self, handle: Any, index: int, parent: str | None) -> Device:
-        uuid = str(self._call("nvmlDeviceGetUUID", handle))
+        uuid = str(self.call("nvmlDeviceGetUUID", handle))
         self._handles[uuid] = handle
         memory = self._optional(self._memory, uuid, handle)
         return Device(
             uuid=uuid,
             index=index,
-            minor=None if parent else self._optional(self._call, "nvmlDeviceGetMinorNumber", handle),
-            name=self._optional(self._call, "nvmlDeviceGetName", handle),
+            minor=None if parent else self._optional(self.call, "nvmlDeviceGetMinorNumber", handle),
+            name=self._optional(self.call, "nvmlDeviceGetName", handle),
             memory_total_bytes=None if memory is None else int(memory.total),
             memory_includes_reserved=uuid in self._without_memory_v2,
             parent=parent,
         )
 
     def _slices(self, handle: Any, device: Device) -> list[Device]:
-        mode = self._optional(self._call, "nvmlDeviceGetMigMode", handle)
+        mode = self._optional(self.call, "nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0] or device.index is None:
             return []
         found = []
-        for i in range(self._optional(self._call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            inner = self._optional(self._call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+        for i in range(self._optional(self.call, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            inner = self._optional(self.call, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
             if inner is not None:
                 found.append(self._describe(inner, device.index, device.uuid))
         return found
@@ -235,29 +248,14 @@ class Nvml:
     def _memory(self, uuid: str, handle: Any) -> Any:
         if uuid not in self._without_memory_v2:
             try:
-                return self._call("nvmlDeviceGetMemoryInfo", handle, self._lib.nvmlMemory_v2)
+                return self.call("nvmlDeviceGetMemoryInfo", handle, self.lib.nvmlMemory_v2)
             except NvmlError as e:
                 if e.name not in ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "ARGUMENT_VERSION_MISMATCH"):
                     raise
         # The first version counts memory that the driver reserves as used.
-        memory = self._call("nvmlDeviceGetMemoryInfo", handle)
+        memory = self.call("nvmlDeviceGetMemoryInfo", handle)
         self._without_memory_v2.add(uuid)
         return memory
-
-    def _temperature(self, handle: Any) -> float:
-        sensor = self._lib.NVML_TEMPERATURE_GPU
-        if self._temperature_v:
-            try:
-                return float(self._call("nvmlDeviceGetTemperatureV", handle, sensor))
-            except NvmlError as e:
-                if e.name not in ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH"):
-                    raise
-                self._temperature_v = False
-        # Gone with CUDA 14, but all that drivers before 570 have.
-        return float(self._call("nvmlDeviceGetTemperature", handle, sensor))
-
-    def _clock(self, handle: Any, kind: str) -> float:
-        return float(self._call("nvmlDeviceGetClockInfo", handle, getattr(self._lib, kind)))
 
     def _optional(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -265,25 +263,36 @@ class Nvml:
         except NvmlError:
             return None
 
-    def _call(self, name: str, *args: Any) -> Any:
-        if self._lib is None:
+    def call(self, name: str, *args: Any) -> Any:
+        """One function of nvidia-ml-py.
+
+        Raises:
+            NvmlError: NVML refused, or does not have it.
+        """
+        if self.lib is None:
             raise NvmlError("UNINITIALIZED")
-        function = getattr(self._lib, name, None)
+        function = getattr(self.lib, name, None)
         if function is None:
             raise NvmlError("FUNCTION_NOT_FOUND", "the installed nvidia-ml-py is too old for it")
         try:
             return function(*args)
-        except self._lib.NVMLError as e:
-            raise NvmlError(self._names.get(e.value, f"code {e.value}")) from e
+        except self.lib.NVMLError as e:
+            raise self.error(e.value) from e
 
+    def function(self, name: str) -> Callable[..., int]:
+        """The C function itself, which returns a code for :meth:`error`: nvidia-ml-py's structures cost more time than
+        NVML, where there are many.
 
-# Each returns the value and the highest that can be: blanks of broken drivers arrive as enormous numbers.
-_READ: dict[str, Callable[[Nvml, str, Any], tuple[float, float]]] = {
-    "utilization": lambda n, _, h: (n._call("nvmlDeviceGetUtilizationRates", h).gpu / 100, 1.0),
-    "memory_used_bytes": lambda n, u, h: (float(n._memory(u, h).used), 1e14),
-    "power_w": lambda n, _, h: (n._call("nvmlDeviceGetPowerUsage", h) / 1000, 1e5),
-    "temperature_c": lambda n, _, h: (n._temperature(h), 1e3),
-    "sm_clock_mhz": lambda n, _, h: (n._clock(h, "NVML_CLOCK_SM"), 1e5),
-    "memory_clock_mhz": lambda n, _, h: (n._clock(h, "NVML_CLOCK_MEM"), 1e5),
-    "energy_j": lambda n, _, h: (n._call("nvmlDeviceGetTotalEnergyConsumption", h) / 1000, 1e15),
-}
+        Raises:
+            NvmlError: NVML does not have it.
+        """
+        if self.lib is None:
+            raise NvmlError("UNINITIALIZED")
+        try:
+            return cast(Callable[..., int], getattr(self.lib.nvmlLib, name))
+        except AttributeError as e:
+            raise NvmlError("FUNCTION_NOT_FOUND") from e
+
+    def error(self, code: int) -> NvmlError:
+        """NVML's return code in words, where it comes inside an answer."""
+        return NvmlError(self._names.get(code, f"code {code}"))

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from clustertrain import clock
-from clustertrain.telemetry.nvml import FIELDS, Device, NvmlError
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW, Pace
+from clustertrain.telemetry.gpu_calls import Call, GpuCalls
+from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
 
 _LOST = frozenset({"GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND"})
 _SESSION_DEAD = frozenset({"UNINITIALIZED", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH"})
 _LASTING = frozenset({"NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION"})
+_PASSING = frozenset({"NO_DATA"})  # the next tick may have it
+
+_FIELDS = {pace: tuple(f.name for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
+_PLACE = {name: i for names in _FIELDS.values() for i, name in enumerate(names)}
+_CEILING = {f.name: f.ceiling for f in fields.GPU}
 
 
-class Door(Protocol):
-    """What is needed of :class:`~clustertrain.telemetry.nvml.Nvml`."""
+class Calls(Protocol):
+    """What is needed of :class:`~clustertrain.telemetry.gpu_calls.GpuCalls`."""
 
-    def find(self, uuid: str) -> None: ...
+    @property
+    def calls(self) -> Mapping[Pace, tuple[Call, ...]]: ...
 
-    def holds(self, uuid: str) -> bool: ...
+    @property
+    def absent(self) -> Mapping[str, str]: ...
 
-    def read(self, uuid: str, field: str) -> float: ...
+    def find(self) -> None: ...
+
+    def holds(self) -> bool: ...
 
 
 class Backoff:
@@ -40,61 +52,86 @@ class Backoff:
 
 
 class GpuReader:
-    """One allocated GPU.
+    """One allocated GPU, or a MIG slice of one.
 
     ``reasons`` says for each field that has no value why; ``lost`` why the whole device cannot be reached, else None;
-    ``session_dead`` that NVML itself must be opened again.
+    ``session_dead`` that NVML itself must be opened again. ``calls`` stands in for NVML in tests.
     """
 
-    def __init__(self, door: Door, device: Device, now: Callable[[], float] = clock.monotonic) -> None:
-        self._door = door
+    def __init__(
+        self,
+        nvml: Nvml,
+        device: Device,
+        now: Callable[[], float] = clock.monotonic,
+        calls: Calls | None = None,
+    ) -> None:
+        self._calls: Calls = GpuCalls(nvml, device) if calls is None else calls
         self.device = device
         self._now = now
         self._retries: dict[str, Backoff] = {}
         self._return = Backoff(5, 60)
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = dict(self._calls.absent)
         self.lost: str | None = None
         self.session_dead = False
         if device.reason is not None:
             self._lose(device.reason)
 
-    def read(self) -> list[float | None] | None:
-        """The values in the order of FIELDS, or None while the device is lost."""
+    def read(self, pace: Pace = FAST) -> list[float | None] | None:
+        """The values of the fields of this pace in the order of the registry, or None while the device is lost."""
         now = self._now()
         if self.lost is not None and not self._came_back(now):
             return None
-        values: list[float | None] = []
-        for field in FIELDS:
-            retry = self._retries.get(field)
-            values.append(self._read(field, now) if retry is None or retry.due(now) else None)
+        found: list[float | None] = [None] * len(_FIELDS[pace])
+        for call in self._calls.calls[pace]:
+            wanted = call.fields
+            if self._retries:
+                wanted = tuple(f for f in wanted if f not in self._retries or self._retries[f].due(now))
+                if not wanted:
+                    continue
+            self._read(call, wanted, found, now)
             if self.lost is not None:
                 return None
-        return values
+        return found
 
     def reopened(self) -> None:
         """NVML was opened again: try everything at once."""
         self._retries.clear()
         self.session_dead = False
 
-    def _read(self, field: str, now: float) -> float | None:
+    def _read(self, call: Call, wanted: tuple[str, ...], found: list[float | None], now: float) -> None:
         try:
-            value = self._door.read(self.device.uuid, field)
+            values = call.read(wanted)
         except NvmlError as e:
-            if e.name in _LOST:
-                self._lose(e.reason)
-                return None
-            self.session_dead = self.session_dead or e.name in _SESSION_DEAD
-            self.reasons[field] = e.reason
-            lasting = e.name in _LASTING
+            for field in wanted:
+                self._failed(field, e, now)
+            return
+        for field in wanted:
+            value = values[field]
+            if isinstance(value, NvmlError):
+                self._failed(field, value, now)
+                if self.lost is not None:
+                    return
+            elif not 0 <= value <= _CEILING[field]:
+                self._failed(field, NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}"), now)
+            else:
+                found[_PLACE[field]] = value
+                if field in self.reasons:
+                    self._retries.pop(field, None)
+                    del self.reasons[field]
+
+    def _failed(self, field: str, error: NvmlError, now: float) -> None:
+        if error.name in _LOST:
+            self._lose(error.reason)
+            return
+        self.session_dead = self.session_dead or error.name in _SESSION_DEAD
+        self.reasons[field] = error.reason
+        if error.name not in _PASSING:
+            lasting = error.name in _LASTING
             self._retries.setdefault(field, Backoff(60, 3600) if lasting else Backoff(2, 60)).failed(now)
-            return None
-        self._retries.pop(field, None)
-        self.reasons.pop(field, None)
-        return value
 
     def _lose(self, reason: str) -> None:
         self.lost = reason
-        self.reasons = dict.fromkeys(FIELDS, reason)
+        self.reasons = {f.name: reason for f in fields.GPU}
         self._retries.clear()
         self._return = Backoff(5, 60)
         self._return.failed(self._now())
@@ -102,14 +139,15 @@ class GpuReader:
     def _came_back(self, now: float) -> bool:
         if not self._return.due(now):
             return False
+        probe = self._calls.calls[FAST][0]
         try:
-            self._door.find(self.device.uuid)
-            self._door.read(self.device.uuid, FIELDS[0])
+            self._calls.find()
+            probe.read(probe.fields)
         except NvmlError as e:
             # With a handle, a field that this GPU never offered says nothing about its health; without one, all does.
-            if not (self._door.holds(self.device.uuid) and e.name in _LASTING):
+            if not (self._calls.holds() and e.name in _LASTING):
                 self._return.failed(now)
                 return False
         self.lost = None
-        self.reasons = {}
+        self.reasons = dict(self._calls.absent)
         return True

@@ -17,8 +17,10 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.telemetry import allocation
-from clustertrain.telemetry.host import HostReader, ProcessTree
+from clustertrain.telemetry.fields import FAST
+from clustertrain.telemetry.host import HostReader
 from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
+from clustertrain.telemetry.processes import JobProcesses
 from clustertrain.telemetry.reading import Backoff, GpuReader
 from clustertrain.telemetry.store import End, GpuFacts, Header, Processes, Reason, Sample, Writer
 
@@ -118,7 +120,7 @@ class Sampler:
                 self._event("telemetry_failed", reason=f"the samples could not be written: {e}")
 
     def _loop(self) -> None:
-        host, tree = HostReader(), ProcessTree(os.getpid())
+        host, tree = HostReader(), JobProcesses(os.getpid())
         self._open_nvml(host)
         self._ready.set()
         self._flush(sync=True)
@@ -181,7 +183,7 @@ class Sampler:
 
     def _sample(self, host: HostReader) -> None:
         at = round(self._elapsed(), 3)
-        gpus = [reader.read() for reader in self._readers]
+        gpus = [reader.read(FAST) for reader in self._readers]
         machine = host.read()
         self._tell(at, None, host.reasons)
         for number, reader in enumerate(self._readers):
@@ -210,11 +212,11 @@ class Sampler:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
 
-    def _processes(self, tree: ProcessTree) -> None:
+    def _processes(self, tree: JobProcesses) -> None:
         figures = tree.read()
         if figures is not None:
-            cores = _short(figures.cpu_cores)
-            self._writer.add(Processes(round(self._elapsed(), 3), figures.count, figures.rss_bytes, cores))
+            job = figures.job
+            self._writer.add(Processes(round(self._elapsed(), 3), job.processes, job.memory_bytes, None))
 
     def _heal(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""

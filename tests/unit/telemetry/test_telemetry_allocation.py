@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from clustertrain.telemetry.allocation import find
+from clustertrain.telemetry.allocation import allocated, find
 from clustertrain.telemetry.nvml import Device
 
 
@@ -93,3 +96,44 @@ def test_an_allocated_gpu_that_has_left_the_bus_is_still_listed() -> None:
 def test_a_shortened_uuid_that_fits_several() -> None:
     (unclear,) = find({"CUDA_VISIBLE_DEVICES": "GPU-"}, node(2)).devices
     assert "2 devices begin so" in str(unclear.reason)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("environ", "cpus", "memory"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_MEM_PER_NODE": "65536"}, 32, 64 * GIB),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_CPU": "2048"}, 8, 16 * GIB),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_GPU": "4096"}, 8, 16 * GIB),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "0"}, 8, None),  # all that there is
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_MEM_PER_NODE": "many"}, 8, None),
+    ],
+)
+def test_what_slurm_says_of_the_host(tmp_path: Path, environ: dict[str, str], cpus: int, memory: int | None) -> None:
+    assert allocated(environ, tmp_path) == (cpus, memory)
+
+
+def test_outside_slurm_the_limits_of_the_process_itself(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/user.slice/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/user.slice/job\n")
+    (group / "memory.max").write_text("max\n")
+    cpus = len(os.sched_getaffinity(0))
+    assert allocated({}, tmp_path) == (cpus, None)
+    (group.parent / "memory.max").write_text(f"{8 * GIB}\n")
+    assert allocated({}, tmp_path) == (cpus, 8 * GIB)
+    (group / "memory.max").write_text(f"{4 * GIB}\n")
+    assert allocated({}, tmp_path) == (cpus, 4 * GIB)
+
+
+def test_the_limits_of_the_first_cgroups(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/memory/slurm/job_7"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/\n3:memory:/slurm/job_7\n")
+    (group / "memory.limit_in_bytes").write_text(f"{2 * GIB}\n")
+    (group.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert allocated({}, tmp_path).memory_bytes == 2 * GIB

@@ -1,31 +1,41 @@
 from __future__ import annotations
 
-from clustertrain.telemetry.nvml import FIELDS, Device, NvmlError
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.gpu_calls import Call
+from clustertrain.telemetry.nvml import FIELDS, Device, Nvml, NvmlError
 from clustertrain.telemetry.reading import GpuReader
 
 POWER = FIELDS.index("power_w")
 
 
-class FakeDoor:
+class FakeCalls:
+    """One call a field; ``errors`` names what fails."""
+
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
         self.gone = False
-        self.calls: list[str] = []
+        self.asked: list[str] = []
+        self.absent: dict[str, str] = {}
+        self.calls = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
 
-    def find(self, uuid: str) -> None:
+    def _call(self, field: str) -> Call:
+        return Call((field,), lambda wanted: self._read(field))
+
+    def find(self) -> None:
         if self.gone:
             raise NvmlError("NOT_FOUND")
 
-    def holds(self, uuid: str) -> bool:
+    def holds(self) -> bool:
         return not self.gone
 
-    def read(self, uuid: str, field: str) -> float:
-        self.calls.append(field)
+    def _read(self, field: str) -> dict[str, float | NvmlError]:
+        self.asked.append(field)
         if self.gone:
             raise NvmlError("GPU_IS_LOST")
         if field in self.errors:
             raise NvmlError(self.errors[field])
-        return 7.0
+        return {field: 0.5}
 
 
 class Time:
@@ -36,9 +46,9 @@ class Time:
         return self.now
 
 
-def reader() -> tuple[GpuReader, FakeDoor, Time]:
-    door, time = FakeDoor(), Time()
-    return GpuReader(door, Device("GPU-a", index=0), time), door, time
+def reader() -> tuple[GpuReader, FakeCalls, Time]:
+    door, time = FakeCalls(), Time()
+    return GpuReader(Nvml(), Device("GPU-a", index=0), time, door), door, time
 
 
 def values(gpu: GpuReader) -> list[float | None]:
@@ -52,7 +62,7 @@ def test_a_field_that_fails_is_none_with_its_reason_and_costs_the_others_nothing
     door.errors["power_w"] = "NOT_SUPPORTED"
     found = values(gpu)
     assert found[POWER] is None
-    assert found.count(7.0) == len(FIELDS) - 1
+    assert found.count(0.5) == len(FIELDS) - 1
     assert gpu.reasons == {"power_w": "NOT_SUPPORTED: this GPU or its driver does not offer it"}
 
 
@@ -62,14 +72,14 @@ def test_it_is_tried_again_ever_more_rarely_and_comes_back() -> None:
     tries = []
     for second in range(100):
         time.now = 1000.0 + second
-        before = door.calls.count("power_w")
+        before = door.asked.count("power_w")
         values(gpu)
-        if door.calls.count("power_w") > before:
+        if door.asked.count("power_w") > before:
             tries.append(second)
     assert tries == [0, 2, 6, 14, 30, 62]
     door.errors.clear()
     time.now += 60
-    assert values(gpu)[POWER] == 7.0
+    assert values(gpu)[POWER] == 0.5
     assert gpu.reasons == {}
 
 
@@ -79,7 +89,7 @@ def test_what_is_not_supported_is_asked_for_once_a_minute_at_most() -> None:
     for second in range(59):
         time.now = 1000.0 + second
         values(gpu)
-    assert door.calls.count("power_w") == 1
+    assert door.asked.count("power_w") == 1
 
 
 def test_a_lost_gpu_and_its_return() -> None:
@@ -88,19 +98,21 @@ def test_a_lost_gpu_and_its_return() -> None:
     door.gone = True
     assert gpu.read() is None
     assert str(gpu.lost).startswith("GPU_IS_LOST")
-    assert set(gpu.reasons) == set(FIELDS)
-    calls = len(door.calls)
+    assert set(gpu.reasons) == {f.name for f in fields.GPU}
+    assert gpu.read(SLOW) is None
+    calls = len(door.asked)
     time.now += 1
     assert gpu.read() is None
-    assert len(door.calls) == calls, "a lost GPU is not asked at every sample"
+    assert len(door.asked) == calls, "a lost GPU is not asked at every sample"
     door.gone = False
     time.now += 5
-    assert values(gpu) == [7.0] * len(FIELDS)
+    assert values(gpu) == [0.5] * len(FIELDS)
     assert (gpu.lost, gpu.reasons) == (None, {})
 
 
 def test_a_gpu_that_was_missing_from_the_start_is_lost() -> None:
-    gpu = GpuReader(FakeDoor(), Device("missing-minor-2", reason="NOT_FOUND: no such device"), Time())
+    device = Device("missing-minor-2", reason="NOT_FOUND: no such device")
+    gpu = GpuReader(Nvml(), device, Time(), FakeCalls())
     assert gpu.read() is None
     assert gpu.lost == "NOT_FOUND: no such device"
 
@@ -113,4 +125,25 @@ def test_nvml_that_was_shut_down_asks_to_be_opened_again() -> None:
     door.errors.clear()
     gpu.reopened()
     assert not gpu.session_dead
-    assert values(gpu) == [7.0] * len(FIELDS)
+    assert values(gpu) == [0.5] * len(FIELDS)
+
+
+def test_what_has_no_value_yet_is_asked_for_at_the_next_tick() -> None:
+    gpu, door, time = reader()
+    door.errors["sm_activity"] = "NO_DATA"
+    values(gpu)
+    assert gpu.reasons["sm_activity"].startswith("NO_DATA")
+    door.errors.clear()
+    time.now += 1
+    values(gpu)
+    assert gpu.reasons == {}
+
+
+def test_fast_and_slow_fields_are_each_read_at_their_own_pace() -> None:
+    gpu, door, _ = reader()
+    values(gpu)
+    slow = {f.name for f in fields.GPU if f.pace == SLOW}
+    assert not slow & set(door.asked)
+    found = gpu.read(SLOW)
+    assert found == [0.5] * len(slow)
+    assert slow <= set(door.asked)

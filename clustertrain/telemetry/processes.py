@@ -1,0 +1,161 @@
+"""The processes of the job on this node: all below the agent, and those of each rank.
+
+Read from ``/proc`` itself: psutil takes some ten times as long, and a node has a thousand processes that are not ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from clustertrain import clock
+
+_FORGET_S = 60.0  # a number may come to stand for another process
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class _Process(msgspec.Struct, frozen=True):
+    """``cpu_s`` counts the children that it has waited for, which hold no time of their own any more."""
+
+    parent: int
+    cpu_s: float
+    rss_bytes: int
+    is_zombie: bool
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of some processes. Pages that several of them share count once in each: the sum is never too low.
+
+    ``cpu_s`` never falls: it counts the processes that have ended. Only differences mean something.
+    """
+
+    processes: int
+    memory_bytes: int
+    cpu_s: float
+
+
+class JobFigures(msgspec.Struct, frozen=True):
+    """``ranks``: of each rank whose process is there, its own and what it started: data workers, compilers."""
+
+    job: Figures
+    ranks: dict[int, Figures]
+
+
+class JobProcesses:
+    """Reads all descendants of a process. Looks at every process of the node: once in ten seconds is enough.
+
+    Args:
+        root: the agent. It counts as none of them.
+        proc: the kernel's folder.
+    """
+
+    def __init__(self, root: int, proc: Path = Path("/proc"), now: Callable[[], float] = clock.monotonic) -> None:
+        self._root = root
+        self._proc = proc
+        self._now = now
+        self._others: set[int] = set()  # known not to be ours
+        self._forget_at = now() + _FORGET_S
+        self._spent: dict[int | None, _Rising] = {}
+
+    def read(self, ranks: Mapping[int, int] | None = None) -> JobFigures | None:
+        """``ranks``: the process of each rank, as its beat tells it. None when the root is gone."""
+        if self._now() >= self._forget_at:
+            self._others.clear()
+            self._forget_at = self._now() + _FORGET_S
+        seen: dict[int, _Process] = {}
+        root = self._read(self._root)
+        if root is None:
+            return None
+        for pid in self._numbers():
+            if pid not in self._others and pid != self._root and (process := self._read(pid)) is not None:
+                seen[pid] = process
+        children: dict[int, list[int]] = {}
+        for pid, process in seen.items():
+            children.setdefault(process.parent, []).append(pid)
+        below = _below(self._root, children)
+        self._others |= seen.keys() - below
+        # The root's own time is not the job's, but that of its children that have ended is.
+        job = self._sum(None, (seen[p] for p in below), self._ended_children_s())
+        found = {}
+        for rank, pid in (ranks or {}).items():
+            if pid in below:
+                found[rank] = self._sum(rank, (seen[p] for p in {pid} | _below(pid, children)))
+        return JobFigures(job, found)
+
+    def _sum(self, key: int | None, processes: Iterable[_Process], more_s: float = 0.0) -> Figures:
+        count, rss, cpu_s = 0, 0, more_s
+        for process in processes:
+            count += not process.is_zombie
+            rss += process.rss_bytes
+            cpu_s += process.cpu_s
+        return Figures(count, rss, self._spent.setdefault(key, _Rising()).at(cpu_s))
+
+    def _numbers(self) -> list[int]:
+        try:
+            with os.scandir(self._proc) as entries:
+                return [int(entry.name) for entry in entries if entry.name.isdigit()]
+        except OSError:
+            return []
+
+    def _read(self, pid: int) -> _Process | None:
+        stat = self._stat(pid)
+        if stat is None:
+            return None
+        # The fields of proc_pid_stat(5), without the first two: 1 ppid, 11 to 14 user and system time of the process
+        # and of its children that were waited for, 21 resident pages.
+        ticks = int(stat[11]) + int(stat[12]) + int(stat[13]) + int(stat[14])
+        return _Process(int(stat[1]), ticks / _TICKS, int(stat[21]) * _PAGE, stat[0] == b"Z")
+
+    def _ended_children_s(self) -> float:
+        stat = self._stat(self._root)
+        return 0.0 if stat is None else (int(stat[13]) + int(stat[14])) / _TICKS
+
+    def _stat(self, pid: int) -> list[bytes] | None:
+        try:
+            fd = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY)
+        except OSError:
+            return None  # it has ended
+        try:
+            text = os.read(fd, 4096)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        # The name, in brackets, may hold anything.
+        fields = text[text.rfind(b")") + 2 :].split()
+        return fields if len(fields) > 21 else None
+
+
+class _Rising:
+    """A sum that must not fall when a process ends whose time nobody inherits (one that was left behind).
+
+    One that falls once may only have been caught between a child's end and its parent's taking note of it.
+    """
+
+    def __init__(self) -> None:
+        self._highest = 0.0
+        self._left_behind = 0.0
+        self._fell = False
+
+    def at(self, value: float) -> float:
+        value += self._left_behind
+        if value < self._highest and self._fell:
+            self._left_behind += self._highest - value
+            value = self._highest
+        self._fell = value < self._highest
+        self._highest = max(self._highest, value)
+        return self._highest
+
+
+def _below(root: int, children: Mapping[int, list[int]]) -> set[int]:
+    found: set[int] = set()
+    waiting = list(children.get(root, ()))
+    while waiting:
+        pid = waiting.pop()
+        found.add(pid)
+        waiting.extend(children.get(pid, ()))
+    return found

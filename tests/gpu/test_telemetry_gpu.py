@@ -1,0 +1,144 @@
+"""Telemetry of a real GPU: what NVML is read for, beside what nvidia-smi says of the same seconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.gpu_events import GpuEvents
+from clustertrain.telemetry.nvml import Device, Nvml
+from clustertrain.telemetry.reading import GpuReader
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+WINDOW_S, EVERY_S = 12.0, 0.2
+SETTLED_S = 3.0  # power is a mean over a second, and the clock takes a while
+
+
+@pytest.fixture
+def nvml() -> Iterator[Nvml]:
+    door = Nvml()
+    door.open()
+    yield door
+    door.close()
+
+
+def used_by_torch(nvml: Nvml) -> Device:
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    return next(d for d in nvml.devices() if uuid in d.uuid)
+
+
+def named(reader: GpuReader, pace: fields.Pace) -> dict[str, float | None]:
+    row = reader.read(pace)
+    assert row is not None, reader.lost
+    return dict(zip((f.name for f in fields.GPU if f.pace == pace), row, strict=True))
+
+
+def test_every_field_has_a_value_or_a_reason(nvml: Nvml) -> None:
+    for device in nvml.devices():
+        assert device.reason is None
+        assert device.uuid.startswith(("GPU-", "MIG-"))
+        reader = GpuReader(nvml, device)
+        reader.read(FAST)
+        time.sleep(0.15)
+        values = {**named(reader, FAST), **named(reader, SLOW)}
+        for name, value in values.items():
+            if value is None:
+                reason = reader.reasons[name]
+                assert not reason.startswith(("UNKNOWN", "IMPLAUSIBLE", "INVALID_ARGUMENT", "NO_DATA")), reason
+        if device.parent is None:
+            assert not {"utilization", "memory_used_bytes", "power_w", "temperature_c"} & set(reader.reasons)
+
+
+def test_events_can_be_listened_to_and_cost_no_wait(nvml: Nvml) -> None:
+    events = GpuEvents(nvml, nvml.devices())
+    events.open()
+    assert all(e.kind in ("xid", "ecc_corrected", "ecc_uncorrected") for e in events.poll())
+    for reason in events.reasons.values():
+        assert reason.startswith(("NOT_SUPPORTED", "NO_PERMISSION")), reason
+
+
+def beside_nvidia_smi(uuid: str, out: Path) -> subprocess.Popen[bytes]:
+    query = "power.draw,temperature.gpu,memory.used,clocks.sm,utilization.gpu"
+    argv = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    with out.open("wb") as file:
+        return subprocess.Popen([*argv, f"--loop-ms={int(1000 * EVERY_S)}"], stdout=file)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="nvidia-smi is not installed")
+def test_the_same_as_nvidia_smi_over_the_same_seconds(nvml: Nvml, tmp_path: Path) -> None:
+    import torch
+
+    device = used_by_torch(nvml)
+    reader = GpuReader(nvml, device)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
+    smi = None
+    try:
+        while (at := time.monotonic() - begin) < WINDOW_S:
+            if at > SETTLED_S:
+                smi = smi or beside_nvidia_smi(device.uuid, tmp_path / "smi.csv")
+                rows.append({"at": time.monotonic(), **named(reader, FAST)})
+            upto = time.monotonic() + EVERY_S
+            while time.monotonic() < upto:  # never idle, and never far ahead of the GPU
+                a @ a
+                torch.cuda.synchronize()
+    finally:
+        if smi is not None:
+            smi.terminate()
+            smi.wait(30)
+    lines = [x.split(", ") for x in (tmp_path / "smi.csv").read_text().splitlines()]
+    power, temperature, memory_mib, clock, utilization = (
+        statistics.mean(map(float, c)) for c in zip(*lines, strict=True)
+    )
+
+    def mean(name: str) -> float:
+        return statistics.mean(row[name] for row in rows)
+
+    assert mean("power_w") == pytest.approx(power, rel=0.05)
+    assert mean("temperature_c") == pytest.approx(temperature, abs=2)
+    assert mean("memory_used_bytes") == pytest.approx(memory_mib * 2**20, rel=0.02)
+    assert mean("sm_clock_mhz") == pytest.approx(clock, rel=0.05)
+    assert mean("utilization") == pytest.approx(utilization / 100, abs=0.05)
+    drawn = (rows[-1]["energy_j"] - rows[0]["energy_j"]) / (rows[-1]["at"] - rows[0]["at"])
+    assert drawn == pytest.approx(mean("power_w"), rel=0.05)
+    if "sm_activity" not in reader.reasons:
+        assert mean("sm_activity") > 0.5
+        assert mean("tensor_activity") > 0.2
+    assert named(reader, SLOW)["processes"] in (1, None) or os.environ.get("SLURM_JOB_ID")
+
+
+def test_samples_of_gpm_cover_the_whole_time(nvml: Nvml) -> None:
+    """Half busy, half idle: the mean is between, wherever in it the reading falls."""
+    import torch
+
+    reader = GpuReader(nvml, used_by_torch(nvml))
+    named(reader, FAST)
+    if "sm_activity" in reader.reasons and not reader.reasons["sm_activity"].startswith("NO_DATA"):
+        pytest.skip(reader.reasons["sm_activity"])
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    a @ a
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    named(reader, FAST)
+    upto = time.monotonic() + 1.0
+    while time.monotonic() < upto:
+        a @ a
+        torch.cuda.synchronize()
+    time.sleep(1.0)
+    activity = named(reader, FAST)["sm_activity"]
+    assert activity is not None
+    assert 0.2 < activity < 0.75

@@ -1,0 +1,21 @@
+"""Runs nvml_child over a stub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def steps(env: dict[str, str], *wanted: list[Any]) -> Any:
+    """What each step found; ``{"error": …}`` where NVML did not open."""
+    argv = [sys.executable, "-W", "error", "-m", "tests.unit.telemetry.nvml_child"]
+    done = subprocess.run(
+        argv, input=json.dumps(wanted), env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

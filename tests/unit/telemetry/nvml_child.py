@@ -1,0 +1,95 @@
+"""Reads all devices of the stub as the steps on standard input say, and prints what each step found, as JSON.
+
+A step is a list: ``["devices"]``, ``["read", PACE]``, ``["read-until", FIELD]`` (of the first device, for what needs
+two samples), ``["wait", S]`` (the readers' clock only), ``["drive", TEXT]``, ``["listen"]``, ``["poll"]``,
+``["session"]``, ``["reopen"]``, ``["close"]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clustertrain import clock
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.allocation import find
+from clustertrain.telemetry.gpu_events import GpuEvents
+from clustertrain.telemetry.nvml import Nvml, NvmlError
+from clustertrain.telemetry.reading import GpuReader
+
+
+class Child:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.nvml = Nvml()
+        self.driver = self.nvml.open()
+        self.devices = self.nvml.devices()
+        self.allocated = find(os.environ, self.devices).devices
+        self.readers = [GpuReader(self.nvml, d, lambda: self.now) for d in self.allocated]
+        self.events = GpuEvents(self.nvml, self.allocated)
+
+    def read(self, pace: fields.Pace = fields.FAST) -> dict[str, Any]:
+        """By UUID: each field's value, or the reason why there is none; the reason alone of a lost device."""
+        names = [f.name for f in fields.GPU if f.pace == pace]
+        found: dict[str, Any] = {}
+        for reader in self.readers:
+            row = reader.read(pace)
+            if row is None:
+                found[reader.device.uuid] = f"lost: {reader.lost}"
+                continue
+            pairs = zip(names, row, strict=True)
+            found[reader.device.uuid] = {n: reader.reasons.get(n) if v is None else v for n, v in pairs}
+        return found
+
+    def step(self, what: str, *args: Any) -> Any:
+        match what:
+            case "devices":
+                return {"driver": self.driver, "devices": [msgspec.to_builtins(d) for d in self.devices]}
+            case "read":
+                return self.read(*args)
+            case "read-until":
+                clock.wait_until(lambda: isinstance(next(iter(self.read().values()))[args[0]], float), 30, 0.02)
+                return self.read()
+            case "wait":
+                self.now += args[0]
+            case "drive":
+                path = Path(os.environ["NVML_STUB_FILE"])
+                path.with_suffix(".new").write_text(args[0])
+                path.with_suffix(".new").replace(path)
+            case "listen":
+                self.events.open()
+                return self.events.reasons
+            case "poll":
+                return [*map(msgspec.to_builtins, self.events.poll()), self.events.reasons]
+            case "session":
+                return [r.session_dead for r in self.readers]
+            case "reopen":
+                self.nvml.close()
+                self.nvml.open()
+                for reader in self.readers:
+                    reader.reopened()
+            case "close":
+                self.nvml.close()
+                return ctypes.CDLL("libnvidia-ml.so.1").nvml_stub_live_samples()
+            case _:
+                raise ValueError(what)
+        return None
+
+
+def main() -> None:
+    try:
+        child = Child()
+    except NvmlError as e:
+        print(json.dumps({"error": e.reason}))
+        return
+    print(json.dumps([child.step(*step) for step in json.load(sys.stdin)]))
+
+
+if __name__ == "__main__":
+    main()

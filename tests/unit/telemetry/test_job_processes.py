@@ -1,0 +1,118 @@
+"""The job's processes, from trees of files as the kernel writes them, and on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from clustertrain.telemetry.processes import JobProcesses
+
+AGENT, TORCHRUN, RANK0, RANK1, WORKER, STRANGER = 10, 15, 20, 21, 30, 99
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+
+class Proc:
+    """A folder as /proc, with one file for each process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = 0.0
+        self.reader = JobProcesses(AGENT, root, lambda: self.now)
+
+    def put(self, pid: int, parent: int, cpu_s: float, waited_s: float = 0, mib: int = 1, state: str = "S") -> None:
+        pages = mib * 2**20 // PAGE
+        times = f"{int(cpu_s * TICKS)} 0 {int(waited_s * TICKS)} 0"
+        rest = f"{state} {parent} 1 1 0 -1 4194560 0 0 0 0 {times} 20 0 4 0 12345 1000000 {pages} 18446744073709551615"
+        (self.root / str(pid)).mkdir(exist_ok=True)
+        (self.root / str(pid) / "stat").write_text(f"{pid} (a name) with) brackets) {rest} 0 0 0\n")
+
+    def end(self, pid: int) -> None:
+        shutil.rmtree(self.root / str(pid))
+
+
+def job(tmp_path: Path) -> Proc:
+    proc = Proc(tmp_path)
+    proc.put(1, 0, 5000)
+    proc.put(AGENT, 1, 100, mib=50)
+    proc.put(TORCHRUN, AGENT, 1, mib=10)
+    proc.put(RANK0, TORCHRUN, 20, mib=1000)
+    proc.put(RANK1, TORCHRUN, 30, mib=2000)
+    proc.put(WORKER, RANK1, 7, mib=300)
+    proc.put(STRANGER, 1, 9999, mib=9999)
+    return proc
+
+
+def test_what_is_below_the_agent_and_below_each_rank(tmp_path: Path) -> None:
+    found = job(tmp_path).reader.read({0: RANK0, 5: RANK1})
+    assert found is not None
+    assert (found.job.processes, found.job.memory_bytes, found.job.cpu_s) == (4, 3310 << 20, 58)
+    assert {rank: (f.processes, f.memory_bytes >> 20, f.cpu_s) for rank, f in found.ranks.items()} == {
+        0: (1, 1000, 20),
+        5: (2, 2300, 37),
+    }
+
+
+def test_processor_time_does_not_fall_when_children_end(tmp_path: Path) -> None:
+    proc = job(tmp_path)
+    ranks = {1: RANK1}
+    first = proc.reader.read(ranks)
+    proc.end(WORKER)  # its parent waited for it
+    proc.put(RANK1, TORCHRUN, 31, waited_s=8, mib=2000)
+    second = proc.reader.read(ranks)
+    proc.end(RANK0)  # nobody knows its time any more
+    third, fourth = proc.reader.read(ranks), proc.reader.read(ranks)
+    proc.put(RANK1, TORCHRUN, 41, waited_s=8, mib=2000)
+    last = proc.reader.read(ranks)
+    assert first and second and third and fourth and last
+    assert (first.ranks[1].cpu_s, second.ranks[1].cpu_s) == (37, 39)
+    assert [f.job.cpu_s for f in (first, second, third, fourth, last)] == [58, 60, 60, 60, 70]
+
+
+def test_a_rank_that_is_gone_or_not_below_the_agent_has_no_figures(tmp_path: Path) -> None:
+    proc = job(tmp_path)
+    proc.end(RANK0)
+    found = proc.reader.read({0: RANK0, 1: STRANGER, 2: 0})
+    assert found is not None
+    assert found.ranks == {}
+
+
+def test_processes_of_others_are_looked_at_once_a_minute(tmp_path: Path) -> None:
+    proc = job(tmp_path)
+    proc.reader.read()
+    proc.put(STRANGER, AGENT, 1)  # its number was given to one of ours
+    proc.now = 10.0
+    within = proc.reader.read()
+    proc.now = 60.0
+    later = proc.reader.read()
+    assert within and later
+    assert (within.job.processes, later.job.processes) == (4, 5)
+
+
+def test_a_process_that_has_ended_and_waits_for_its_parent_is_none(tmp_path: Path) -> None:
+    proc = job(tmp_path)
+    proc.put(40, RANK0, 3, mib=0, state="Z")
+    found = proc.reader.read()
+    assert found is not None
+    assert (found.job.processes, found.job.cpu_s) == (4, 61)
+
+
+def test_an_agent_that_is_gone(tmp_path: Path) -> None:
+    assert Proc(tmp_path).reader.read() is None
+
+
+def test_on_this_machine() -> None:
+    reader = JobProcesses(os.getpid())
+    program = "import sys; print(sum(range(10**6)), flush=True); sys.stdin.read()"
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = reader.read({3: child.pid})
+        child.kill()
+    assert found is not None
+    assert found.ranks[3].processes == 1
+    assert found.ranks[3].memory_bytes > 1 << 20
+    assert found.job.memory_bytes >= found.ranks[3].memory_bytes

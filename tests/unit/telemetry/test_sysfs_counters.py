@@ -1,0 +1,122 @@
+"""Counters of a node from trees of files as kernels write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from clustertrain.telemetry import sysfs
+
+
+def tree(root: Path, files: Mapping[str, object]) -> Path:
+    for name, value in files.items():
+        path = root / "sys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    return root
+
+
+def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
+    """``a__b`` stands for the file ``a/b``."""
+    base = {"statistics/rx_bytes": received, "statistics/tx_bytes": sent}
+    return {f"class/net/{name}/{file.replace('__', '/')}": value for file, value in {**base, **more}.items()}
+
+
+PORT = {"device__vendor": "0x15b3"}
+
+
+def test_no_byte_counts_twice(tmp_path: Path) -> None:
+    """A bond of two ports with a VLAN on it, a bridge with a container's end on it, and the loopback."""
+    tree(
+        tmp_path,
+        {
+            **interface("lo", 7, 7),
+            **interface("eth0", 100, 10, **PORT, master__ifindex=9),
+            **interface("eth1", 200, 20, **PORT, master__ifindex=9),
+            **interface("bond0", 300, 30, lower_eth0="", bonding__mode="802.3ad"),
+            **interface("bond0.7", 300, 30, lower_bond0=""),
+            **interface("br0", 50, 5, bridge__root_id="x"),
+            **interface("veth1", 50, 5, master__ifindex=4),
+            **interface("docker0", 1, 1, bridge__root_id="x"),
+        },
+    )
+    assert sysfs.network(tmp_path) == (300, 30)
+
+
+def test_a_virtual_function_below_an_interface_that_counts_it(tmp_path: Path) -> None:
+    files = {**interface("eth0", 100, 10, **PORT), **interface("enP1", 90, 9, **PORT, master__device__vendor="x")}
+    assert sysfs.network(tree(tmp_path, files)) == (100, 10)
+
+
+def test_the_host_s_end_of_a_virtual_function(tmp_path: Path) -> None:
+    uplink = interface("p0", 100, 10, **PORT, phys_port_name="p0")
+    virtual = interface("pf0vf1", 40, 4, **PORT, phys_port_name="pf0vf1")
+    assert sysfs.network(tree(tmp_path, {**uplink, **virtual})) == (100, 10)
+
+
+def test_inside_a_container_the_virtual_interface_is_all_there_is(tmp_path: Path) -> None:
+    files = {**interface("lo", 7, 7), **interface("eth0", 100, 10), **interface("vlan5", 100, 10, lower_eth0="")}
+    assert sysfs.network(tree(tmp_path, files)) == (100, 10)
+
+
+def test_only_the_loopback(tmp_path: Path) -> None:
+    with pytest.raises(sysfs.Missing, match="loopback"):
+        sysfs.network(tree(tmp_path, interface("lo", 7, 7)))
+
+
+def rdma(device: str, port: int, received: object, sent: object, folder: str = "counters") -> dict[str, object]:
+    names = {"counters": ("port_rcv_data", "port_xmit_data"), "hw_counters": ("rx_bytes", "tx_bytes")}
+    rx, tx = names.get(folder, ("port_rcv_data_64", "port_xmit_data_64"))
+    here = f"class/infiniband/{device}/ports/{port}"
+    return {f"{here}/{folder}/{rx}": received, f"{here}/{folder}/{tx}": sent, f"{here}/state": "4: ACTIVE"}
+
+
+def test_infiniband_counts_words_of_four_bytes(tmp_path: Path) -> None:
+    tree(tmp_path, {**rdma("mlx5_0", 1, 1000, 10), **rdma("mlx5_1", 1, 2**40, 5), **rdma("mlx5_1", 2, 0, 0)})
+    assert sysfs.infiniband(tmp_path) == (4 * (1000 + 2**40), 60)
+
+
+def test_old_hardware_counts_on_in_the_extended_counters(tmp_path: Path) -> None:
+    tree(tmp_path, {**rdma("mlx4_0", 1, 2**32 - 1, 17), **rdma("mlx4_0", 1, 2**33, 17, "counters_ext")})
+    assert sysfs.infiniband(tmp_path) == (4 * 2**33, 68)
+
+
+def test_a_counter_that_is_full_is_no_figure(tmp_path: Path) -> None:
+    with pytest.raises(sysfs.Missing, match="64 bits"):
+        sysfs.infiniband(tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
+    tree(tmp_path, rdma("mlx5_0", 1, 10, 20))
+    assert sysfs.infiniband(tmp_path) == (40, 80)
+
+
+def test_efa_counts_bytes(tmp_path: Path) -> None:
+    none = rdma("none", 1, "N/A (no PMA)", "N/A (no PMA)")
+    tree(tmp_path, {**rdma("rdmap0s6", 1, 1000, 500, "hw_counters"), **none})
+    assert sysfs.infiniband(tmp_path) == (1000, 500)
+
+
+def disk(name: str, read: int, written: int, **more: object) -> dict[str, object]:
+    stat = f"5 0 {read} 1 7 0 {written} 2 0 3 4"
+    return {f"block/{name}/{file.replace('__', '/')}": value for file, value in {"stat": stat, **more}.items()}
+
+
+def test_whole_disks_only(tmp_path: Path) -> None:
+    tree(
+        tmp_path,
+        {
+            **disk("nvme0n1", 8, 2, device__model="x", nvme0n1p1__stat="5 0 8 1 7 0 2 2 0 3 4"),
+            **disk("sda", 4, 1, device__model="y"),
+            **disk("nvme0c0n1", 8, 2, device__model="x", hidden=1),
+            **disk("dm-0", 8, 2, slaves__nvme0n1__x=""),
+            **disk("md0", 4, 1),
+            **disk("loop0", 99, 0),
+            **disk("zram0", 99, 9),
+        },
+    )
+    assert sysfs.disks(tmp_path) == (512 * 12, 512 * 3)
+
+
+def test_a_node_without_disks(tmp_path: Path) -> None:
+    with pytest.raises(sysfs.Missing, match="no disk"):
+        sysfs.disks(tree(tmp_path, disk("loop0", 1, 1)))
