@@ -75,7 +75,7 @@ class SnapshotCollector(Collector):
             _add(found, _INFO.metric, (*labels, gpu.name or "", _number(gpu.minor), gpu.parent or ""), 1.0)
             if gpu.memory_total_bytes is not None:
                 _add(found, _MEMORY.metric, labels, gpu.memory_total_bytes)
-            xids = self._feed.xids_of(gpu)
+            xids = self._feed.xids_of(gpu.uuid)
             if xids is not None:
                 # From 0 on, or rate() and increase() would not see the first. A number's own series begins at 1.
                 _add(found, _XIDS.metric, labels, sum(xids.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,13 @@ class Exporter:
         """The newest figures, from the sampler's thread. The snapshot is kept, and must not change afterwards."""
         self._feed.observe(snapshot)
 
-    def xid(self, uuid: str, xid: int | None) -> None:
-        """The driver reported this error of that GPU; None: from now on they are watched, so that none is a 0. To be
-        called from the sampler's thread alone."""
-        self._feed.xid(uuid, xid)
+    def watch_xids(self, uuids: Iterable[str]) -> None:
+        """The driver tells the errors of these devices, so that none is a 0 and not a gap. From the sampler's thread."""
+        self._feed.watch_xids(uuids)
+
+    def xid(self, uuid: str, xid: int, count: int = 1) -> None:
+        """The driver reported this error of that device, so often since the last time. From the sampler's thread."""
+        self._feed.xid(uuid, xid, count)
 
     def stop(self, timeout_s: float = 2.0) -> bool:
         """Give the port back and take the file away. False where the disk held a thread longer than that."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from clustertrain import clock
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store import GpuFacts
 
 STALE_S = 30.0  # a snapshot that is older is no news of the GPUs: the sampler hangs in the driver, or has ended
 
@@ -47,15 +46,18 @@ class Feed:
         due = 0 if last is None else int((clock.monotonic() - last.mono) / self._interval_s) - 1
         return self._missed + max(0, due)
 
-    def xid(self, uuid: str, xid: int | None) -> None:
+    def watch_xids(self, uuids: Iterable[str]) -> None:
+        for uuid in uuids:
+            self._xids.setdefault(uuid, {})
+
+    def xid(self, uuid: str, xid: int, count: int) -> None:
         counts = dict(self._xids.get(uuid, {}))
-        if xid is not None:
-            counts[xid] = counts.get(xid, 0) + 1
+        counts[xid] = counts.get(xid, 0) + count
         self._xids[uuid] = counts  # a new one in place of the old: a scrape may be reading that
 
-    def xids_of(self, gpu: GpuFacts) -> Mapping[int, int] | None:
-        """By number; None where nobody watches for them. A MIG slice has those of its GPU."""
-        return self._xids.get(gpu.uuid, self._xids.get(gpu.parent or ""))
+    def xids_of(self, uuid: str) -> Mapping[int, int] | None:
+        """By number; None where nobody watches for them."""
+        return self._xids.get(uuid)
 
     def fresh(self, snapshot: Snapshot) -> bool:
         return clock.monotonic() - snapshot.mono <= max(STALE_S, 5 * self._interval_s)

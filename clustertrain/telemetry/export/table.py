@@ -147,7 +147,7 @@ def _write(parts: Sequence[Part], choice: Choice, writer: Any, progress: Progres
             done += span.size_of(low, high)
             if progress is not None:
                 progress(min(done, total), total)
-    return Written(rows, [s.part.segment.trouble for s in spans if s.part.segment.trouble is not None])
+    return Written(rows, [span.trouble for span in spans if span.trouble is not None])
 
 
 class _Device(NamedTuple):
@@ -161,13 +161,14 @@ class _Span:
 
     def __init__(self, part: Part, choice: Choice) -> None:
         self.part = part
-        header, newest = part.segment.header, part.segment.newest_t
+        header, newest = part.segment.header, _unread(part.segment).newest_t
         self._devices = _devices(part, choice)
         names = {d.name for d in self._devices}
         self._columns = {
             pace: [c for c in header.columns(pace) if fields.split(c)[0] in names and fields.of(c) is not None]
             for pace in (FAST, SLOW)
         }
+        self.trouble = part.segment.trouble
         self.begin = self.end = 0.0
         if newest is not None and self._devices:
             self.begin = header.t if choice.since is None else max(header.t, choice.since)
@@ -196,8 +197,9 @@ class _Span:
         yield from itertools.pairwise(edges)
 
     def batches(self, low: float, high: float) -> Iterator[pa.RecordBatch]:
-        read = self.part.segment.samples
-        frames = [read(pace, columns, low, high) for pace, columns in self._columns.items()]
+        segment = _unread(self.part.segment)
+        frames = [segment.samples(pace, columns, low, high) for pace, columns in self._columns.items()]
+        self.trouble = self.trouble or segment.trouble
         times = np.union1d(frames[0].t, frames[1].t)
         at_once = max(1, _ROWS // len(self._devices))
         for first in range(0, len(times), at_once):
@@ -234,6 +236,11 @@ class _Span:
                     found = np.full(shape, np.nan) if found is None else found
                     found[at, j] = column[rows]
         return found
+
+
+def _unread(segment: Segment) -> Segment:
+    """The same one, without what it keeps of its files once it was asked: 9 MB, for each of a thousand."""
+    return Segment(segment.folder, segment.header, segment.trouble)
 
 
 class _Piece(NamedTuple):

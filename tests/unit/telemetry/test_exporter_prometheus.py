@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import threading
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -43,6 +45,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as e:
+            if e.code >= 500:
+                raise  # it is not up yet
             return json.load(e)
 
     def query(self, expr: str) -> list[dict[str, Any]]:
@@ -58,7 +62,7 @@ class Prometheus:
             nonlocal found
             try:
                 found = self.query(expr)
-            except OSError:  # it does not listen yet
+            except OSError:  # it does not listen, or is not up yet
                 return False
             return bool(found)
 
@@ -86,7 +90,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     (folder / "config.yml").write_text(CONFIG.format(port=watched.started()))
     over = threading.Event()
     feeder = threading.Thread(target=_feed, args=(watched.exporter, over), daemon=True)
-    watched.exporter.xid("GPU-0", None)
+    watched.exporter.watch_xids(["GPU-0"])
     watched.exporter.xid("GPU-1", 79)
     feeder.start()
     port = free_port()
@@ -140,6 +144,15 @@ def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> N
     assert silent == []
     names = prometheus.get("/api/v1/label/run/values", **{"match[]": "clustertrain_sampler_samples_total"})
     assert names["data"] == [LABELS.run]
+
+
+@pytest.mark.long
+def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
+    lines = re.findall(r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "export.md").read_text(), re.MULTILINE)
+    assert len(lines) == 2
+    assert [line for line in lines if not prometheus.query(line)] == []
+    (joined,) = prometheus.query(lines[0])  # the other rank is in no phase of that number
+    assert joined["metric"]["rank"] == "8"
 
 
 def test_the_dashboard_is_what_the_script_writes() -> None:

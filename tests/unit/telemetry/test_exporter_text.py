@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from clustertrain import clock
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.export.collector import registry_of, render
+from clustertrain.telemetry.export.collector import OWN, registry_of, render
 from clustertrain.telemetry.export.feed import STALE_S, Feed
 from clustertrain.telemetry.export.names import METRICS
 from clustertrain.telemetry.snapshot import Snapshot
@@ -126,22 +127,21 @@ def test_xids_count_by_number_and_repeats_can_be_told() -> None:
     feed = Feed(LABELS, 1.0)
     feed.observe(snapshot({}))
     assert not {n for n in names(said(feed)) if "xid" in n}  # nobody watches: not known is not none
-    feed.xid("GPU-1", None)
+    feed.watch_xids(["GPU-1"])
     assert said(feed)[series("clustertrain_gpu_xids_total", **GPU1)] == 0
-    for xid in (79, 31, 79):
-        feed.xid("GPU-1", xid)
-    feed.xid("GPU-1", None)  # NVML opened again
+    for xid, count in ((79, 1), (31, 1), (79, 3)):
+        feed.xid("GPU-1", xid, count)
+    feed.watch_xids(["GPU-1"])  # NVML was opened again
     found = said(feed)
-    assert found[series("clustertrain_gpu_xids_total", **GPU1)] == 3
-    assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="79")] == 2
+    assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_xids_total"] == [5]
+    assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="79")] == 4
     assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="31")] == 1
 
 
-def test_a_mig_slice_has_the_xids_of_its_gpu() -> None:
-    feed = Feed(LABELS, 1.0)
-    feed.xid("GPU-7", 94)
-    assert feed.xids_of(mig_slice("GPU-7")) == {94: 1}
-    assert feed.xids_of(mig_slice("GPU-8")) is None
+def test_a_mig_slice_tells_whose_it_is() -> None:
+    snap = Snapshot(1.0, snapshot({}).mono, "node1", [mig_slice("GPU-7")], [], {})
+    (info,) = [dict(labels) for name, labels in of(snap) if name == "clustertrain_gpu_info"]
+    assert (info["uuid"], info["parent"]) == ("MIG-1", "GPU-7")
 
 
 def test_a_gpu_that_could_not_be_opened_is_there_without_what_is_not_known() -> None:
@@ -165,6 +165,14 @@ def test_every_field_has_a_metric_of_its_own() -> None:
     assert names(of(snapshot(full()))) >= set(found)
 
 
+def test_the_manual_has_what_is_no_recorded_field() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    for own in OWN:
+        short = own.metric.name.removeprefix("clustertrain_sampler")
+        assert f"`{own.metric.name}`" in text or f"`…{short}`" in text, own.metric.name
+    assert ", ".join(f"{code} {word}" for code, word in enumerate(PHASES)) in text
+
+
 def test_labels_are_bounded() -> None:
     """One series a metric and device: nothing in a label changes from one sample to the next."""
     feed = Feed(LABELS, 1.0)
@@ -178,7 +186,7 @@ def test_labels_are_bounded() -> None:
 def _everything() -> Feed:
     feed = Feed(LABELS, 1.0)
     feed.observe(snapshot(full()))
-    feed.xid("GPU-0", 79)
+    feed.xid("GPU-0", 79, 1)
     return feed
 
 
