@@ -109,9 +109,7 @@ def _progress(view: View, width: int, signs: Glyphs) -> Text:
 
 def _eta(view: View) -> str:
     """What it counts is said, as an estimate without the checkpoints to come would be too early."""
-    counted = (
-        "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
-    )
+    counted = "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
     return f"about {duration(view.eta_s or 0.0)} left ({counted})"
 
 
