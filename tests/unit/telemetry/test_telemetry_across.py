@@ -56,7 +56,7 @@ def test_nodes_that_are_alike_raise_nothing() -> None:
 
 def test_one_gpu_a_node_is_compared_with_the_other_nodes() -> None:
     found = looks(4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 1400.0}) if node == "n2" else None)
-    assert [(a.code, a.node, a.uuid, a.rank) for a in found] == [("straggler", "n2", "GPU-n2-0", 2)]
+    assert [(a.code, a.node, a.uuid, a.rank) for a in found] == [("slow_gpu", "n2", "GPU-n2-0", 2)]
 
 
 def test_a_node_that_is_slow_as_a_whole_is_one_alert() -> None:
@@ -79,7 +79,7 @@ def test_a_node_whose_ranks_wait_for_their_data() -> None:
             v |= {k: x * 30 for k, x in v.items() if k.endswith("data_wait_s")}
 
     found = looks(4, 2, waiting)
-    assert {(a.code, a.node) for a in found} == {("straggler", "n3")}
+    assert {(a.code, a.node) for a in found} == {("straggler_data", "n3")}
     assert "data" in found[0].text and len(found) == 1
 
 
