@@ -102,19 +102,14 @@ def _progress(view: View, width: int, signs: Glyphs) -> Text:
     if not view.total_steps:
         return Text(f"step {view.step}")
     share = min(1.0, (view.step or 0) / view.total_steps)
-    words = f"step {view.step}/{view.total_steps} "
-    line = Text(words) + meter(share, max(8, min(40, width - 60)), "green", signs)
-    line.append(f" {share:.0%}")
-    if view.eta_s is not None:
-        line.append(f"  {_eta(view)}")
-    return line
+    before = f"step {view.step}/{view.total_steps} "
+    after = f" {share:.0%}" + (f"  {_eta(view)}" if view.eta_s is not None else "")
+    return Text(before) + meter(share, max(8, min(40, width - len(before) - len(after))), "green", signs) + Text(after)
 
 
 def _eta(view: View) -> str:
     """What it counts is said, as an estimate without the checkpoints to come would be too early."""
-    counted = (
-        "checkpoints, evaluations not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
-    )
+    counted = "saves, evals not counted" if view.overhead is None else f"{view.overhead:.0%} for saves, evals"
     return f"about {duration(view.eta_s or 0.0)} left ({counted})"
 
 

@@ -68,7 +68,8 @@ class Alerts:
         return self._close(snapshot)
 
     def event(self, kind: str, uuid: str, t: float, mono: float, *, xid: int | None = None) -> list[Alert]:
-        """What the sampler is told by the driver: ``xid``, ``ecc``, ``gpu_lost`` or ``gpu_back``."""
+        """What the sampler is told by the driver: ``xid``, ``ecc_uncorrected``, ``gpu_lost`` or ``gpu_back``.
+        What else it tells is no alert."""
         gpu = next((g for g in self._gpus if g.facts.uuid == uuid), None)
         rank = gpu.rank if gpu is not None else None
         where = f"{gpu.where if gpu is not None else f'GPU {uuid}'} of {self._node}"
@@ -87,8 +88,10 @@ class Alerts:
             return []
         elif kind == "xid" and xid is not None:
             verdict, key = _xid(xid, where, self._node, uuid, rank), ("xid", (uuid, xid))
-        else:
+        elif kind == "ecc_uncorrected":
             verdict, key = _ecc(where, self._node, uuid, rank), ("ecc_uncorrected", uuid)
+        else:
+            return []
         found = self._gate.judge(key, verdict, t, mono)
         return [] if found is None else [found]
 
@@ -143,7 +146,7 @@ class Alerts:
         yield from self._stragglers()
         if 0 in self._ranks:
             yield ("slow_steps", 0), self._slow()
-            yield ("hang", 0), self._hang()
+            yield ("hung", 0), self._hang()
 
     def _phase_of(self, gpu: GpuWindow) -> RankWindow | None:
         """The rank of a GPU, where it says something of itself."""
@@ -205,23 +208,31 @@ class Alerts:
         failed = finite(values.get(gpu.remap_failed))
         if failed is not None:
             text = f"a memory row of {where} could not be replaced: the board is to be exchanged"
-            finding = _finding("remap_failed", CRITICAL, text, leave_out(self._node), gpu, failed, 0.0)
-            yield ("remap_failed", uuid), finding if failed else WELL
+            finding = _finding("row_remap_failed", CRITICAL, text, leave_out(self._node), gpu, failed, 0.0)
+            yield ("row_remap_failed", uuid), finding if failed else WELL
 
     def _stragglers(self) -> Iterator[tuple[Key, Verdict]]:
+        """A GPU that throttles is slower, and its rank is late: that is one thing to say and not three."""
         if not self._spec.straggler:
             return
+        limit_s = 60 * self._spec.throttle_min
+        said = {g.facts.uuid for g in self._gpus if limit_s and max(g.held_s()) >= limit_s}
         for alike in _by_name(self._gpus).values():
             clocks = {g.facts.uuid: (g, c) for g in alike if (c := g.clock_mhz(SEEN_S)) is not None}
             if len(clocks) >= COMPARABLE:
                 usual = statistics.median(c for _, c in clocks.values())
                 for uuid, (gpu, clock) in clocks.items():
                     who = straggler.Who(f"{gpu.where} of {self._node}", self._node, uuid, gpu.rank)
-                    yield ("straggler_clock", uuid), straggler.of_clock(who, clock, usual, self._spec.straggler)
-        yield from self._slow_ranks("forward_s", straggler.of_forward)
-        yield from self._slow_ranks("data_wait_s", straggler.of_data_wait)
+                    verdict = straggler.of_clock(who, clock, usual, self._spec.straggler)
+                    if verdict is WELL or uuid not in said:
+                        yield ("slow_gpu", uuid), verdict
+                    if verdict:
+                        said.add(uuid)
+        yield from self._slow_ranks("forward_s", straggler.of_forward, said)
+        yield from self._slow_ranks("data_wait_s", straggler.of_data_wait, set())
 
-    def _slow_ranks(self, figure: str, verdict: straggler.OfRank) -> Iterator[tuple[Key, Verdict]]:
+    def _slow_ranks(self, figure: str, rule: straggler.OfRank, said: set[str]) -> Iterator[tuple[Key, Verdict]]:
+        """``said``: the GPUs of which a cause has been named."""
         times = {r: s for r, w in self._ranks.items() if (s := w.per_step(figure, SEEN_S)) is not None}
         if len(times) < COMPARABLE:
             return
@@ -231,7 +242,9 @@ class Alerts:
             step_s = self._ranks[rank].per_step("train_s", SEEN_S)
             if step_s is not None:
                 who = straggler.Who(f"rank {rank} on {self._node}", self._node, uuids.get(rank), rank)
-                yield (f"straggler_{figure}", rank), verdict(who, seconds, usual, step_s, self._spec.straggler)
+                verdict = rule(who, seconds, usual, step_s, self._spec.straggler)
+                if verdict is WELL or who.uuid not in said:
+                    yield (f"late_{figure}", rank), verdict
 
     def _slow(self) -> Verdict:
         recent, usual = self._times.recent(), self._times.median()
@@ -266,7 +279,7 @@ class Alerts:
         gpu = next((g for g in self._gpus if behind is not None and g.rank == behind), None)
         fix = "see `clustertrain logs --rank {}`; `clustertrain requeue` goes on from the newest checkpoint"
         return Finding(
-            code="hang",
+            code="hung",
             severity=CRITICAL,
             text=f"no step for {self._stalled_s / 60:.0f} minutes, though all ranks are in training; {text}",
             fix=fix.format(0 if behind is None else behind),
@@ -318,7 +331,7 @@ def _xid(number: int, where: str, node: str, uuid: str, rank: int | None) -> Fin
     return Finding(
         code="xid",
         severity=xid.severity,
-        text=f"the driver reported XID {number} of {where} ({xid.name}): {xid.meaning}",
+        text=f"{where} reported XID {number}: {xid.name}, {xid.meaning}",
         fix=xids.advice(number, node),
         uuid=uuid,
         rank=rank,

@@ -31,7 +31,7 @@ def of_clock(who: Who, mhz: float, usual: float, share: float) -> Verdict:
     if mhz > limit:
         return WELL if mhz > usual * (1 - share / 2) else None
     text = f"{who.where} is slow: {mhz:.0f} MHz while training, the others run at {usual:.0f} MHz"
-    return _finding(who, text, f"heat or power may hold it down; {leave_out(who.node)}", mhz, limit)
+    return _finding("slow_gpu", who, text, f"heat or power may hold it down; {leave_out(who.node)}", mhz, limit)
 
 
 def of_forward(who: Who, seconds: float, usual: float, step_s: float, share: float) -> Verdict:
@@ -40,7 +40,9 @@ def of_forward(who: Who, seconds: float, usual: float, step_s: float, share: flo
     if seconds < limit or more < _MATTERS * step_s:
         return WELL if seconds < usual * (1 + share / 2) or more < _MATTERS / 2 * step_s else None
     text = f"{who.where} is slow: {_time(seconds)} a step in the forward pass, the others take {_time(usual)}"
-    return _finding(who, text, "all ranks wait for it; compare its GPU's clock and its node's load", seconds, limit)
+    return _finding(
+        "straggler", who, text, "all ranks wait for it; compare its GPU's clock and its node's load", seconds, limit
+    )
 
 
 def of_data_wait(who: Who, seconds: float, usual: float, step_s: float, share: float) -> Verdict:
@@ -50,7 +52,7 @@ def of_data_wait(who: Who, seconds: float, usual: float, step_s: float, share: f
         return WELL if seconds < usual + share / 2 * step_s else None
     text = f"{who.where} waits {_time(seconds)} a step for its data, the others {_time(usual)}"
     fix = "all ranks wait for it: more data-loader workers, or see what its node's disk or network does"
-    return _finding(who, text, fix, seconds, limit)
+    return _finding("straggler_data", who, text, fix, seconds, limit)
 
 
 def leave_out(node: str) -> str:
@@ -58,9 +60,9 @@ def leave_out(node: str) -> str:
     return f"`clustertrain requeue --exclude {node}` goes on without this node"
 
 
-def _finding(who: Who, text: str, fix: str, value: float, limit: float) -> Finding:
+def _finding(code: str, who: Who, text: str, fix: str, value: float, limit: float) -> Finding:
     return Finding(
-        code="straggler",
+        code=code,
         severity=WARNING,
         text=text,
         fix=fix,

@@ -65,7 +65,7 @@ class Watch:
             self._send(alerts)
 
     def event(self, kind: str, uuid: str, *, xid: int | None = None) -> None:
-        """From the sampler's thread: ``xid``, ``ecc``, ``gpu_lost``, ``gpu_back``."""
+        """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``."""
         self._send(self._alerts.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
 
     def quiet(self) -> None:

@@ -15,6 +15,7 @@ from clustertrain import proc
 from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.strict import build
+from clustertrain.spec.telemetry import AlertsSpec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,6 +33,13 @@ def test_every_key_of_parallel_is_documented_with_its_default() -> None:
     for field in msgspec.structs.fields(ParallelSpec):
         value = [] if field.default == () else field.default
         shown = msgspec.json.encode(value).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_key_of_alerts_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "alerts.md").read_text()
+    for field in msgspec.structs.fields(AlertsSpec):
+        shown = msgspec.json.encode([] if field.name == "command" else field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 

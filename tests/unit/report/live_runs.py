@@ -100,7 +100,8 @@ def record(
     ]
     header = Header(
         node=node, t=now - seconds, mono=100.0, interval_s=1.0, gpus=facts, ranks=numbers, nvml=nvml,
-        memory_total_bytes=1024 * GIB, fast=fields.columns(gpus, numbers, FAST), slow=fields.columns(gpus, numbers, SLOW),
+        memory_total_bytes=1024 * GIB, fast=fields.columns(gpus, numbers, FAST),
+        slow=fields.columns(gpus, numbers, SLOW),
     )  # fmt: skip
     writer = Writer(run.attempt(1).telemetry / node)
     writer.begin(header)

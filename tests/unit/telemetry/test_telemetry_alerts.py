@@ -183,8 +183,17 @@ def test_a_gpu_that_is_held_down(alerts: Alerts, column: str, word: str) -> None
 
 def test_a_gpu_with_a_lower_clock_than_the_others(alerts: Alerts) -> None:
     found = Job(4).run(alerts, 900, lambda _, v: v.update({"gpu1.sm_clock_mhz": 1500.0}))
-    assert [(a.code, a.uuid, a.rank) for a in found] == [("straggler", "GPU-1", 1)]
+    assert [(a.code, a.uuid, a.rank) for a in found] == [("slow_gpu", "GPU-1", 1)]
     assert found[0].limit == pytest.approx(1900 * 0.9, rel=0.01)
+
+
+def test_a_gpu_that_throttles_is_slow_and_late_and_told_once(alerts: Alerts) -> None:
+    job = Job(4)
+
+    def hot(_: float, v: dict[str, float]) -> None:
+        v |= {"gpu1.throttle_thermal": 1.0, "gpu1.sm_clock_mhz": 1200.0, "rank1.forward_s": job.forward * 1.5}
+
+    assert [(a.code, a.uuid) for a in job.run(alerts, 1500, hot)] == [("throttled", "GPU-1")]
 
 
 def test_two_gpus_are_not_compared_with_each_other(alerts: Alerts) -> None:
@@ -194,7 +203,7 @@ def test_two_gpus_are_not_compared_with_each_other(alerts: Alerts) -> None:
 def test_a_rank_that_waits_for_its_data(alerts: Alerts) -> None:
     job = Job(4)
     found = job.run(alerts, 900, lambda _, v: v.update({"rank2.data_wait_s": job.done * 0.2}))
-    assert [(a.code, a.uuid, a.rank) for a in found] == [("straggler", "GPU-2", 2)]
+    assert [(a.code, a.uuid, a.rank) for a in found] == [("straggler_data", "GPU-2", 2)]
     assert "data" in found[0].text
 
 
@@ -258,10 +267,10 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(alerts: Alerts) -> None:
         v["gpu2.utilization"] = 0.0
 
     found = job.run(alerts, 320, hung)
-    assert [(a.code, a.rank, a.uuid, a.severity) for a in found] == [("hang", 2, "GPU-2", "critical")]
+    assert [(a.code, a.rank, a.uuid, a.severity) for a in found] == [("hung", 2, "GPU-2", "critical")]
     assert "3 of the node's 4 GPUs" in found[0].text
     job.done += 1000
-    assert codes(job.run(alerts, 120)) == [("hang", "cleared")]
+    assert codes(job.run(alerts, 120)) == [("hung", "cleared")]
 
 
 def test_a_hang_names_the_rank_of_another_node_that_is_behind(alerts: Alerts) -> None:
@@ -271,14 +280,14 @@ def test_a_hang_names_the_rank_of_another_node_that_is_behind(alerts: Alerts) ->
     alerts.elsewhere = {0: step - 500, 1: step - 500, 2: step, 3: step - 1}
     stuck = {f"rank{r}.step": float(step) for r in range(2)}
     found = job.run(alerts, 320, lambda _, v: v.update(stuck))
-    assert [(a.code, a.rank) for a in found] == [("hang", 3)]
+    assert [(a.code, a.rank) for a in found] == [("hung", 3)]
 
 
 def test_a_first_step_that_compiles_for_twenty_minutes_is_no_hang(alerts: Alerts) -> None:
     job = Job(2)
     assert job.run(alerts, 1200, lambda _, v: v.update({"rank0.step": 0.0, "rank1.step": 0.0})) == []
     assert codes(job.run(alerts, 900, lambda _, v: v.update({"rank0.step": 0.0, "rank1.step": 0.0}))) == [
-        ("hang", "raised")
+        ("hung", "raised")
     ]
 
 
@@ -325,7 +334,7 @@ def test_memory_errors_are_counted_from_the_start_of_the_job(alerts: Alerts) -> 
     found = job.run(alerts, 60, lambda _, v: v.update({"gpu1.ecc_uncorrected": 5.0}))
     assert [(a.code, a.uuid, a.value) for a in found] == [("ecc_uncorrected", "GPU-1", 2.0)]
     found = job.run(alerts, 60, lambda _, v: v.update({"gpu1.ecc_uncorrected": 5.0, "gpu0.remap_failed": 1.0}))
-    assert [(a.code, a.uuid) for a in found] == [("remap_failed", "GPU-0")]
+    assert [(a.code, a.uuid) for a in found] == [("row_remap_failed", "GPU-0")]
 
 
 def test_a_limit_of_0_turns_a_rule_off() -> None:
@@ -356,7 +365,7 @@ def test_whatever_a_snapshot_holds_nothing_is_raised(seed: int) -> None:
         mono += rng.choice([1.0, 1.0, 1.0, 1.0, 0.0, -50.0, 500.0, 0.001])
         seen += len(alerts.observe(Snapshot(T0 + rng.uniform(-1e6, 1e6), mono, "n1", gpus, ranks, values)))
         alerts.event(
-            rng.choice(["xid", "ecc", "gpu_lost", "gpu_back", "?"]),
+            rng.choice(["xid", "ecc_uncorrected", "gpu_lost", "gpu_back", "?"]),
             f"GPU-{rng.randrange(6)}",
             T0,
             mono,

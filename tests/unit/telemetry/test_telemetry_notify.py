@@ -21,8 +21,8 @@ from clustertrain.telemetry.notify import Notifier
 
 SECRET = "T000/B000/very-secret"
 LOST = Alert(
-    t=1.79e9, code="gpu_lost", severity="critical", text="GPU 3 of n1 does not answer any more", node="n1", uuid="GPU-3",
-    rank=3, fix="leave <n1> out",
+    t=1.79e9, code="gpu_lost", severity="critical", text="GPU 3 of n1 does not answer any more", fix="leave <n1> out",
+    node="n1", uuid="GPU-3", rank=3,
 )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_without_a_command_or_webhook_it_is_an_event_and_a_line(
 def test_a_webhook_gets_json_with_a_text(events: Events, server: Server) -> None:
     it = notifier(events, webhook=server.url)
     it.send([LOST])
-    assert clock.wait_until(lambda: bool(server.got), 20, 0.01)
+    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
     it.stop()
     path, headers, body = server.got[0]
     assert path == f"/{SECRET}"
@@ -196,7 +196,7 @@ def test_more_than_the_queue_holds_is_dropped_and_stopping_does_not_wait(
     monkeypatch.setattr(notify, "STOP_S", 0.05)
     it = notifier(events, webhook=server.url)
     it.send([LOST])
-    assert clock.wait_until(lambda: bool(server.got), 20, 0.01)
+    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
     it.send([LOST] * (notify.WAITING + 10))
     assert [e["way"] for e in events.named("alert_not_delivered")] == ["queue"]
     assert len(events.named("alert")) == notify.WAITING + 11
@@ -227,7 +227,7 @@ def test_a_command_that_fails_is_one_event(events: Events, command: list[str], r
     it = notifier(events, command=command)
     it.send([LOST, LOST])
     (failed,) = events.wait_for("alert_not_delivered")
-    assert clock.wait_until(lambda: it._queue.empty(), 20, 0.01)
+    assert clock.wait_until(it._queue.empty, 20, 0.01)
     it.stop()
     assert reason in failed["reason"]
     assert failed["to"] == command[0]

@@ -1,0 +1,162 @@
+"""Nodes compared with each other, and all that watches a node as one observer of its sampler."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustertrain import clock
+from clustertrain.run import beat
+from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry import fields, watch
+from clustertrain.telemetry.across import Across
+from clustertrain.telemetry.alert import Alert
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.watch import Watch
+
+T0 = 1_790_000_000.0
+Change = Callable[[str, dict[str, float]], None]
+
+
+def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, v: None) -> list[Snapshot]:
+    """Every node after so many minutes of steps of half a second."""
+    found, steps = [], minute * 120
+    for n in range(nodes):
+        ranks = [n * gpus + i for i in range(gpus)]
+        facts = [GpuFacts(f"GPU-n{n}-{i}", i, i, "H100", 80 << 30, ranks=[r]) for i, r in enumerate(ranks)]
+        values = {f"gpu{i}.sm_clock_mhz": 1900.0 + (n * 7 + i * 3 + minute) % 20 for i in range(gpus)}
+        for r in ranks:
+            values |= {
+                f"rank{r}.step": float(steps), f"rank{r}.phase": float(beat.TRAIN),
+                f"rank{r}.data_wait_s": steps * 0.004, f"rank{r}.forward_s": steps * 0.15,
+            }  # fmt: skip
+        change(f"n{n}", values)
+        found.append(Snapshot(T0 + 60 * minute, 60.0 * minute, f"n{n}", facts, ranks, values))
+    return found
+
+
+def looks(nodes: int, gpus: int, change: Change = lambda node, v: None, minutes: int = 12) -> list[Alert]:
+    across, found = Across(AlertsSpec(), "n0"), []
+    for minute in range(1, minutes + 1):
+        found += across.observe(snapshots(minute, nodes, gpus, change), T0 + 60 * minute, 60.0 * minute)
+    return found
+
+
+def test_nodes_that_are_alike_raise_nothing() -> None:
+    assert looks(4, 8, minutes=60) == []
+
+
+def test_one_gpu_a_node_is_compared_with_the_other_nodes() -> None:
+    found = looks(4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 1400.0}) if node == "n2" else None)
+    assert [(a.code, a.node, a.uuid, a.rank) for a in found] == [("slow_gpu", "n2", "GPU-n2-0", 2)]
+
+
+def test_a_node_that_is_slow_as_a_whole_is_one_alert() -> None:
+    def slow(node: str, v: dict[str, float]) -> None:
+        if node == "n1":
+            v |= {f"gpu{i}.sm_clock_mhz": 1400.0 for i in range(8)}
+
+    found = looks(4, 8, slow)
+    assert [(a.node, a.uuid, a.rank) for a in found] == [("n1", None, None)]
+    assert "node n1" in found[0].text
+
+
+def test_one_slow_gpu_among_eight_is_left_to_its_own_agent() -> None:
+    assert looks(4, 8, lambda node, v: v.update({"gpu3.sm_clock_mhz": 1400.0}) if node == "n2" else None) == []
+
+
+def test_a_node_whose_ranks_wait_for_their_data() -> None:
+    def waiting(node: str, v: dict[str, float]) -> None:
+        if node == "n3":
+            v |= {k: x * 30 for k, x in v.items() if k.endswith("data_wait_s")}
+
+    found = looks(4, 2, waiting)
+    assert {(a.code, a.node) for a in found} == {("straggler_data", "n3")}
+    assert "data" in found[0].text and len(found) == 1
+
+
+def test_it_is_cleared_when_the_node_is_well_again() -> None:
+    across, found = Across(AlertsSpec(), "n0"), []
+    for minute in range(1, 31):
+        values = {"gpu0.sm_clock_mhz": 1400.0 if minute < 12 else 1900.0}
+        now = snapshots(minute, 4, 1, lambda node, v, values=values: v.update(values) if node == "n2" else None)
+        found += across.observe(now, T0 + 60 * minute, 60.0 * minute)
+    assert [(a.state, a.node) for a in found] == [("raised", "n2"), ("cleared", "n2")]
+
+
+def test_nodes_that_are_silent_damaged_or_not_training_are_no_stragglers() -> None:
+    def odd(node: str, v: dict[str, float]) -> None:
+        if node == "n1":
+            v.clear()
+        if node == "n2":
+            v |= dict.fromkeys(v, math.nan)
+        if node == "n3":
+            v |= {k: float(beat.EVALUATION) for k in v if k.endswith("phase")} | {"gpu0.sm_clock_mhz": 300.0}
+
+    assert looks(6, 1, odd) == []
+    across = Across(AlertsSpec(), "n0")
+    old = snapshots(1, 4, 1, lambda node, v: v.update({"gpu0.sm_clock_mhz": 300.0}) if node == "n2" else None)
+    assert [a for i in range(30) for a in across.observe(old, T0 + i, 60.0 * i)] == []
+
+
+class Events(list[dict[str, Any]]):
+    def __call__(self, name: str, **fields: Any) -> None:
+        self.append({"event": name, **fields})
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+def test_a_watch_tells_what_its_sampler_sees(events: Events) -> None:
+    it = Watch(AlertsSpec(), "n0", events, run="r")
+    it.start()
+    for s in range(30):
+        values = {"gpu0.memory_used_bytes": float(80 << 30)}
+        it.observe(
+            Snapshot(T0 + s, float(s), "n0", [GpuFacts("GPU-0", 0, 0, "H100", 80 << 30, ranks=[0])], [0], values)
+        )
+    it.event("xid", "GPU-0", xid=79)
+    assert it.stop()
+    assert [(e["event"], e["code"]) for e in events] == [("alert", "memory_nearly_full"), ("alert", "xid")]
+
+
+def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None:
+    it = Watch(AlertsSpec(), "n0", events, run="r")
+    for _ in range(5):
+        it.observe(None)  # type: ignore[arg-type]
+    assert [e["event"] for e in events] == ["telemetry_failed"]
+    assert it.stop()
+
+
+def test_the_first_node_reads_the_others_from_the_run_directory(
+    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    for n in range(3):
+        writer = Writer(tmp_path / f"n{n}")
+        one = snapshots(1, 3, 1)[n]
+        fast, slow = fields.columns(1, one.ranks, FAST), fields.columns(1, one.ranks, SLOW)
+        head = Header(
+            node=one.node, t=T0, mono=0.0, interval_s=1.0, gpus=one.gpus, ranks=one.ranks, fast=fast, slow=slow
+        )
+        writer.begin(head)
+        writer.fast(1.0, np.array([one.values.get(c, math.nan) for c in fast]))
+        writer.close()
+    it = Watch(AlertsSpec(), "n0", events, run="r", telemetry=tmp_path)
+    it.start()
+    assert clock.wait_until(lambda: len(it._alerts.elsewhere) == 3, 20, 0.01)
+    assert it._alerts.elsewhere == {0: 120, 1: 120, 2: 120}
+    it.quiet()
+    assert it.stop()
+    assert events == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("alerts")]
