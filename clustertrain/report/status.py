@@ -31,7 +31,7 @@ STYLE = {
     "time_limit": "yellow",
     "cancelled": "magenta",
 }
-_PART_WORDS = {
+PART_WORDS = {
     "queue_s": "queue",
     "startup_s": "start-up",
     "restore_s": "restore",
@@ -149,7 +149,7 @@ def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
             continue
         share = seconds / parts.wall_s if parts.wall_s else 0.0
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
-        table.add_row(_PART_WORDS[name], duration(seconds), f"{share:.0%}", meter(share, METER, style, signs))
+        table.add_row(PART_WORDS[name], duration(seconds), f"{share:.0%}", meter(share, METER, style, signs))
     table.add_row("wall time", duration(parts.wall_s), "", "")
     return Group(Text(f"Where the time went (goodput {parts.ratio:.0%})", style="bold"), table)
 

@@ -81,17 +81,12 @@ def _training(t: TrainingSummary, device: str) -> list[str]:
     if t.mfu is not None:
         words.append(f"MFU {t.mfu:.1%}")
     if t.joules_per_token is not None:
-        words.append(f"{joules(t.joules_per_token)} a token")
+        words.append(f"{terminal.joules(t.joules_per_token)} a token")
     if t.data_wait_share is not None:
         words.append(f"{t.data_wait_share:.0%} waiting on data")
     if t.loss is not None:
         words.append(f"loss {t.loss:.4g}")
     return words
-
-
-def joules(value: float) -> str:
-    """``7.90 mJ`` or ``1.23 J``."""
-    return f"{value * 1000:.3g} mJ" if value < 1 else f"{value:.3g} J"
 
 
 Row = tuple[str, float | None, str, str]  # title, ratio, style, remark

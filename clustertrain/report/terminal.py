@@ -163,3 +163,8 @@ def energy(joules: float | None, signs: Glyphs) -> str:
     if joules < 3_600_000:
         return f"{joules / 3600:.1f} Wh"
     return f"{joules / 3_600_000:.2f} kWh"
+
+
+def joules(value: float) -> str:
+    """``7.9 mJ`` or ``1.23 J``: the energy of a token, which :func:`energy` would round away."""
+    return f"{value * 1000:.3g} mJ" if abs(value) < 1 else f"{value:.3g} J"
