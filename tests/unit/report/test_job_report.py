@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import io
+import typing
+from typing import Any
 
+import msgspec
 import pytest
 
 from clustertrain.report import telemetry, terminal
-from clustertrain.telemetry.summary import Summary
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    InPhase,
+    RankSummary,
+    Summary,
+    Throttled,
+    TrainingSummary,
+    Window,
+)
 from tests.unit.telemetry.summaries import broken, healthy, host, idle, noted, replace, slow, throttling, with_gpus
 
 
@@ -67,7 +80,7 @@ def test_of_a_thousand_gpus_the_worst_and_the_extremes_are_shown_and_the_rest_co
     rows = [line for line in text.splitlines() if line.startswith(("n7 ", "n50 ", "n90 ")) and "/80" in line]
     assert len(rows) == 3
     assert "4 of 1,024 GPUs: those with notes and the extremes" in text
-    assert "6 of 128 hosts" in text
+    assert "of 128 hosts: those with notes and the extremes" in text
     every = printed(thousand(), 80, every=True)
     assert sum("/80" in line for line in every.splitlines()) == 1024
 
@@ -105,6 +118,40 @@ def test_colours_are_the_terminals_own_and_never_alone(monkeypatch: pytest.Monke
     codes = {c for part in out.getvalue().split("\x1b[")[1:] for c in part.partition("m")[0].split(";")}
     assert codes <= {"0", "1", "31", "32", "33", "34", "35", "36"}, "no black, white, dim or numbered colour"
     assert len(codes) > 4
+
+
+def lacking(summary: Summary, name: str) -> Summary:
+    """``summary`` without one figure, of all parts that may lack it."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, list):
+            return [strip(v) for v in value]
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items()}
+        if not isinstance(value, msgspec.Struct):
+            return value
+        kept = {f: strip(getattr(value, f)) for f in value.__struct_fields__}
+        return type(value)(**{**kept, **({name: None} if name in optional(type(value)) else {})})
+
+    found: Summary = strip(summary)
+    return replace(found, notes=noted(found))
+
+
+def optional(kind: type[msgspec.Struct]) -> set[str]:
+    return {f.encode_name for f in msgspec.structs.fields(kind) if type(None) in typing.get_args(f.type)}
+
+
+KINDS = (Summary, GpuSummary, HostSummary, RankSummary, TrainingSummary, AttemptSummary, InPhase, Throttled, Window)
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*map(optional, KINDS))))
+def test_any_figure_may_be_missing(name: str) -> None:
+    found = lacking(broken(), name)
+    assert "gpt-abc234" in printed(found, 80)
+    assert "gpt-abc234" in printed(found, 160)
+    codes = {n.code for n in found.notes}
+    for code, needs in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
+        assert code in codes or name == needs, f"{code} does not need {name}"
 
 
 def test_a_mig_slice_shows_its_activity() -> None:
