@@ -117,7 +117,7 @@ def _signed(difference: float, unit: str) -> str:
     if not difference:
         return "0"
     if unit == "ratio":
-        return f"{100 * difference:+.1f} %"
+        return f"{100 * difference:+.1f} pts"
     sign = "+" if difference > 0 else "-" if difference < 0 else ""
     return sign + _shown(abs(difference), unit)
 

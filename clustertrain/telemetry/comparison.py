@@ -29,7 +29,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """``difference`` is b - a and ``ratio`` b / a, None where one is missing; ``missing`` says why, by side. ``better``
-    is ``lower`` or ``higher``, None where neither is."""
+    is ``lower`` or ``higher``, None where neither is, or where the runs had different numbers of GPUs and the figure is
+    of all of them."""
 
     unit: str
     a: float | None
@@ -79,10 +80,13 @@ def of_runs(a: RunDir, b: RunDir) -> Comparison:
 def of(a: Summary, b: Summary) -> Comparison:
     """Without the settings, which a summary does not have."""
     codes = [{n.code for n in s.notes} for s in (a, b)]
+    figures = {name: _figure(rule, a, b) for name, rule in FIGURES.items()}
+    if len(a.gpus) != len(b.gpus):
+        figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in _OF_ALL_GPUS})
     return Comparison(
         a=_side(a),
         b=_side(b),
-        figures={name: _figure(rule, a, b) for name, rule in FIGURES.items()},
+        figures=figures,
         goodput={part: _figure(_share(part), a, b) for part in PARTS},
         settings=[],
         only_a=[n for n in a.notes if n.code not in codes[1]],
@@ -228,6 +232,9 @@ FIGURES: dict[str, Rule] = {
     "gpu_hours": Rule("GPU-hours", "h", None, _gpu_hours, _no_goodput),
     "goodput": Rule("goodput", "ratio", "higher", _goodput_ratio, _no_goodput),
 }
+
+# More GPUs make these better or worse by themselves.
+_OF_ALL_GPUS = ("step_p50_s", "step_p95_s", "tokens_per_s")
 
 
 def _share(part: str) -> Rule:

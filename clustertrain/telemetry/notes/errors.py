@@ -35,13 +35,28 @@ def _lost(job: Job) -> Iterable[Note]:
 
 
 def _xids(job: Job) -> Iterable[Note]:
-    """One note for each number on each GPU. That a GPU is gone is said once, by the note on its loss."""
+    """One note for each number on each GPU, but for those that another note of the GPU says already."""
     for gpu in job.summary.gpus:
         for xid, times in collections.Counter(x.xid for x in gpu.errors.xids).items():
+            if _said(job, gpu, xid):
+                continue
             known = xids.of(xid)
             often = f" {times:,} times" if times > 1 else ""
             text = f"{where(gpu)} reported XID {xid}{often}: {known.name}, {known.meaning}"
             yield of_gpu(gpu, known.severity, "xid", text, xids.advice(xid, gpu.node))
+
+
+_OFF_THE_BUS, _UNCORRECTED, _REMAPPED = {79}, {48, 95, 140}, {63, 64}
+
+
+def _said(job: Job, gpu: GpuSummary, xid: int) -> bool:
+    e = gpu.errors
+    remapped = e.remap_failed or e.remap_pending or e.remapped_rows
+    return bool(
+        (xid in _OFF_THE_BUS and key(gpu) in job.lost)
+        or (xid in _UNCORRECTED and e.ecc_uncorrected)
+        or (xid in _REMAPPED and remapped)
+    )
 
 
 def _ecc(job: Job) -> Iterable[Note]:

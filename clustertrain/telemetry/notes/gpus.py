@@ -13,8 +13,8 @@ THROTTLED = 0.05  # of the training
 SLOWER = 0.05  # of the others' clock
 LESS_BUSY, LESS_BUSY_BY = 0.2, 0.15  # of the others' utilization, and at least so much of the time
 LATER = 0.15  # of the others' forward pass, or wait for data
+_FORWARD_FLOOR = _WAIT_FLOOR = 0.05  # of a step: what is later by less delays nobody
 _FORWARD_FLOOR_S = 0.001
-_WAIT_FLOOR = 0.05  # of a step: below that a wait delays nobody
 _WAIT_FLOOR_S = 0.01  # where no step's time is known
 _CAPPED = 0.5  # of the training
 
@@ -124,9 +124,11 @@ def _slow(job: Job, found: Found) -> dict[Key, Note]:
         for gpu in gpus:
             if key(gpu) in slow:
                 mine, others = slow[key(gpu)]
+                limited = (facts.throttled(gpu, "power") or 0.0) >= _CAPPED
+                reason = "at its power limit, as they are" if limited else "and the driver gives no reason"
                 text = (
                     f"{where(gpu)} is slow: it ran at {mine:,.0f} MHz, {1 - mine / others:.0%} below the "
-                    f"{others:,.0f} of the others, and the driver gives no reason"
+                    f"{others:,.0f} of the others, {reason}"
                 )
                 fix = (
                     "compare the clocks that were set with `nvidia-smi -q -d CLOCK`, and tell the administrators; "
@@ -151,7 +153,8 @@ def _data_words(job: Job, rank: RankSummary, mine: float, others: float) -> tupl
 
 
 def _late_forward(job: Job, found: Found) -> dict[Key, Note]:
-    return _late(job, found, lambda r: r.forward_s, _FORWARD_FLOOR_S, "straggler", _forward_words)
+    floor = max(_FORWARD_FLOOR_S, _FORWARD_FLOOR * (job.step_s or 0.0))
+    return _late(job, found, lambda r: r.forward_s, floor, "straggler", _forward_words)
 
 
 def _forward_words(job: Job, rank: RankSummary, mine: float, others: float) -> tuple[str, str]:

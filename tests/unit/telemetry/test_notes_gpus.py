@@ -88,6 +88,11 @@ def test_a_mig_slice_is_judged_by_its_multiprocessors() -> None:
     assert codes(with_gpu(found, "n1", 1, sm_activity=Stats(0.0, 0.0, 0.0, 0.0, 0.0))) == ["gpu_unused"]
 
 
+def test_a_slow_gpu_at_its_power_limit_is_not_said_to_be_without_reason() -> None:
+    found = in_training(healthy(), "n1", 0, sm_clock_mhz=1600.0)
+    assert noted(found)[0].text.endswith("of the others, at its power limit, as they are")
+
+
 @pytest.mark.parametrize("by", [0.02, 0.04])
 def test_chips_that_differ_a_little_are_not_slow(by: float) -> None:
     assert codes(slow(healthy(), "n1", 0, by)) == []

@@ -63,6 +63,17 @@ def test_xids_are_one_note_a_number_and_gpu() -> None:
     assert all((n.node, n.rank) == ("n2", 2) and n.fix for n in notes)
 
 
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        (Errors(ecc_uncorrected=1, xids=[Xid(T0, 48)]), "ecc_uncorrected"),
+        (Errors(remap_pending=True, xids=[Xid(T0, 63)]), "row_remap_pending"),
+    ],
+)
+def test_an_xid_and_its_counter_are_said_once(errors: Errors, code: str) -> None:
+    assert codes(with_gpu(healthy(), "n2", 0, errors=errors)) == [code]
+
+
 def test_nvlinks_that_are_down() -> None:
     assert (
         "2 of 18 NVLinks of GPU 0 of n2 went down"

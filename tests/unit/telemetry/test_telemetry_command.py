@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from click.testing import CliRunner
 
 from clustertrain import settings
 from clustertrain.cli.telemetry import seconds, telemetry
-from clustertrain.errors import UsageError
+from clustertrain.errors import ClusterTrainError, NotFound, UsageError
+from clustertrain.run.folder import open_run
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 
@@ -54,3 +56,59 @@ def test_importing_the_command_costs_little() -> None:
         "assert not {'torch', 'pynvml'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_compare_is_a_verb_in_the_place_of_a_run(tmp_path: Path) -> None:
+    record(new_attempt(new_run(tmp_path, "gpt-xyz234")), [(gpu(i), busy(0.4)) for i in range(2)])
+    done = CliRunner().invoke(telemetry, ["compare", "gpt-abc", "gpt-xyz", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["a"]["run"], found["b"]["run"]) == ("gpt-abc234", "gpt-xyz234")
+    assert found["figures"]["utilization"]["ratio"] == pytest.approx(0.5)
+    assert set(found) >= {"a", "b", "figures", "goodput", "settings", "only_a", "only_b"}
+    text = CliRunner().invoke(telemetry, ["compare", "gpt-abc", "gpt-xyz"]).stdout
+    assert "B / A" in text
+
+
+def test_both_forms_are_in_the_help() -> None:
+    assert "compare" in CliRunner().invoke(telemetry, ["--help"]).stdout
+    usage = CliRunner().invoke(telemetry, ["compare", "--help"]).stdout
+    assert "telemetry compare [OPTIONS] A B" in usage
+    assert CliRunner().invoke(telemetry, ["compare", "only-one"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("gtp-abc234", "did you mean gpt-abc234"),
+        ("gpd", "did you mean gpt-abc234"),
+        ("4712", r"did you mean gpt-abc234 \(job 4711\)"),
+        ("zzzzzz", "^`clustertrain list` shows the runs$"),
+    ],
+)
+def test_an_unknown_run_lists_close_matches(wanted: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustertrain.launch.slurm.work_dir", lambda name: None)
+    for args in ([wanted], ["compare", "gpt-abc", wanted]):
+        done = CliRunner().invoke(telemetry, args)
+        assert isinstance(done.exception, NotFound)
+        assert re.search(words, done.exception.fix or "")
+
+
+def test_another_users_run_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "runs/gpt-abc234/attempts"))
+
+    monkeypatch.setattr("clustertrain.telemetry.query.summarize", refuse)
+    done = CliRunner().invoke(telemetry, ["gpt-abc"])
+    assert isinstance(done.exception, ClusterTrainError)
+    assert "attempts may not be read by you: it belongs to" in str(done.exception)
+    assert "submit --share" in str(done.exception)
+
+
+def test_a_run_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ClusterTrainError, match="may not be read by you"):
+        open_run(tmp_path / "runs" / "gpt-abc234")

@@ -1,0 +1,159 @@
+"""The report of summaries made by hand: sizes, widths, what is left out and told."""
+
+from __future__ import annotations
+
+import io
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain.report import telemetry, terminal
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    InPhase,
+    RankSummary,
+    Summary,
+    Throttled,
+    TrainingSummary,
+    Window,
+)
+from tests.unit.telemetry.summaries import broken, healthy, host, idle, noted, replace, slow, throttling, with_gpus
+
+
+def printed(summary: Summary, width: int = 80, every: bool = False, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding)
+    telemetry.show(summary, terminal.make_console(out, width), every)
+    out.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def thousand() -> Summary:
+    found = throttling(slow(idle(healthy(128, 8), "n90", 0), "n50", 5), "n7", 3)
+    return replace(found, notes=noted(found))
+
+
+def on_cpu() -> Summary:
+    found = healthy(2, 2)
+    reason = "LIBRARY_NOT_FOUND: no NVIDIA driver"
+    found = replace(found, gpus=[], hosts=[host(f"n{i}", nvml=reason) for i in (1, 2)], device="cpu")
+    return replace(found, notes=noted(found))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 200])
+@pytest.mark.parametrize("summary", [broken(), thousand(), on_cpu(), healthy(1, 1)], ids=["8", "1024", "cpu", "1"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_it_fits_whatever_the_width(summary: Summary, width: int, encoding: str) -> None:
+    text = printed(summary, width, encoding=encoding)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert "\x1b" not in text
+    assert text.isascii() or encoding == "utf-8"
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_what_a_job_of_eight_gpus_says(width: int) -> None:
+    text = " ".join(printed(broken(), width).split())
+    for words in (
+        "gpt-abc234 · completed · 1 attempt · job 4711 · by ada",
+        "4 nodes · 8 GPUs allocated · NVIDIA H100 80GB HBM3 · layout hybrid-shard 4 x 2",
+        "99.9% of the expected samples (57,600 of 57,600)",
+        "9,000 steps · 730 ms a step (p95 780 ms) · 84,500 tokens/s a GPU · MFU 43.0% · 7.9 mJ a token",
+        "while training",
+        "of 64 cores",
+        "p5 p95 max",
+        "37%t",
+        "Where the time went (goodput 85%)",
+        "!! GPU 1 of n2 was not used: its utilization stayed at 0 [rank 3, GPU-n2-1-5b1]",
+        "[rank 4, GPU-n3-0-5b1]",
+    ):
+        assert words in text, words
+
+
+def test_of_a_thousand_gpus_the_worst_and_the_extremes_are_shown_and_the_rest_counted() -> None:
+    text = printed(thousand(), 80)
+    assert len(text.splitlines()) < 90
+    rows = [line for line in text.splitlines() if line.startswith(("n7 ", "n50 ", "n90 ")) and "/80" in line]
+    assert len(rows) == 3
+    assert "4 of 1,024 GPUs: those with notes and the extremes" in text
+    assert "of 128 hosts: those with notes and the extremes" in text
+    every = printed(thousand(), 80, every=True)
+    assert sum("/80" in line for line in every.splitlines()) == 1024
+
+
+def test_that_more_notes_are_there_than_shown_is_told() -> None:
+    found = thousand()
+    for number in range(8):
+        for node in ("n1", "n2", "n3", "n4"):
+            found = idle(found, node, number)
+    found = replace(found, notes=noted(found))
+    text = " ".join(printed(found, 80).split())
+    assert "of them have notes too" in text
+    assert "and 30 more like these (--all shows them, --json has them)" in text
+    assert "did not use 33 of 1,024 allocated GPUs" in text
+    assert "more like these" not in printed(found, 80, every=True)
+
+
+def test_a_run_on_processors() -> None:
+    text = printed(on_cpu(), 80)
+    assert "no GPU figures" in text
+    assert "tokens/s a rank" in text
+    assert "GPU utilization" not in text
+    assert "i  2 nodes have no GPU figures" in text, "which is no fault of a run on processors"
+
+
+def test_colours_are_the_terminals_own_and_never_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Terminal()
+    telemetry.show(broken(), terminal.make_console(out, 100))
+    codes = {c for part in out.getvalue().split("\x1b[")[1:] for c in part.partition("m")[0].split(";")}
+    assert codes <= {"0", "1", "31", "32", "33", "34", "35", "36"}, "no black, white, dim or numbered colour"
+    assert len(codes) > 4
+
+
+def lacking(summary: Summary, name: str) -> Summary:
+    """``summary`` without one figure, of all parts that may lack it."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, list):
+            return [strip(v) for v in value]
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items()}
+        if not isinstance(value, msgspec.Struct):
+            return value
+        kept = {f: strip(getattr(value, f)) for f in value.__struct_fields__}
+        return type(value)(**{**kept, **({name: None} if name in optional(type(value)) else {})})
+
+    found: Summary = strip(summary)
+    return replace(found, notes=noted(found))
+
+
+def optional(kind: type[msgspec.Struct]) -> set[str]:
+    return {f.encode_name for f in msgspec.structs.fields(kind) if type(None) in typing.get_args(f.type)}
+
+
+KINDS = (Summary, GpuSummary, HostSummary, RankSummary, TrainingSummary, AttemptSummary, InPhase, Throttled, Window)
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*map(optional, KINDS))))
+def test_any_figure_may_be_missing(name: str) -> None:
+    found = lacking(broken(), name)
+    assert "gpt-abc234" in printed(found, 80)
+    assert "gpt-abc234" in printed(found, 160)
+    codes = {n.code for n in found.notes}
+    for code, needs in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
+        assert code in codes or name == needs, f"{code} does not need {name}"
+
+
+def test_a_mig_slice_shows_its_activity() -> None:
+    found = with_gpus(healthy(1, 2), utilization=None)
+    assert "78%" in printed(found)

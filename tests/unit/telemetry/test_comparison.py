@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clustertrain import fsio
+from clustertrain.report import compare as report
+from clustertrain.report import terminal
+from clustertrain.run.folder import RunDir
+from clustertrain.telemetry import comparison
+from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
+from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
+
+SPEC = """
+version = 1
+[job]
+nodes = 2
+gpus = 4
+mem = "{mem}"
+[recipe.optim]
+lr = {lr}
+[recipe.telemetry]
+interval_s = {interval}
+[env]
+SECRET_{name} = "{name}"
+"""
+LAYOUT = {"strategy": "fsdp", "dp_shard": 8}
+
+
+def a_run(home: Path, name: str, lr: float, mem: str, micro_batch: int, interval: float = 1.0) -> RunDir:
+    run = new_run(home, name)
+    run.spec.write_text(SPEC.format(lr=lr, mem=mem, interval=interval, name=name.partition("-")[0].upper()))
+    plan = {"nodes": 2, "precision": "bf16", "layout": LAYOUT, "batch": {"micro_batch": micro_batch}, "reasons": [name]}
+    fsio.write_json(run.plan, plan)
+    return run
+
+
+def test_differences_and_ratios() -> None:
+    b = healthy()
+    assert b.training is not None
+    b = replace(b, training=replace(b.training, step_s=stats(0.365), joules_per_token=0.004))
+    found = comparison.of(healthy(), b)
+    step = found.figures["step_p50_s"]
+    assert (step.a, step.b, step.difference, step.ratio, step.better) == (0.73, 0.365, -0.365, 0.5, "lower")
+    assert found.figures["mfu"].ratio == 1.0
+    assert found.goodput["productive_s"].a == pytest.approx(6600 / 7805)
+    assert sum(f.a or 0.0 for f in found.goodput.values()) == pytest.approx(1.0)
+
+
+def test_runs_of_different_sizes_are_compared_by_gpu() -> None:
+    found = comparison.of(healthy(4), healthy(8))
+    assert (found.a.gpus, found.b.gpus) == (8, 16)
+    assert found.figures["tokens_per_s_per_gpu"].ratio == 0.5
+    assert found.figures["energy_per_gpu_j"].ratio == 1.0
+    assert found.figures["tokens_per_s"].better is None, "more GPUs decide that"
+    assert found.figures["tokens_per_s_per_gpu"].better == "higher"
+
+
+def test_a_missing_figure_has_its_reason() -> None:
+    bare = replace(with_gpus(healthy(), power_w=None, nulls={"power_w": "NOT_SUPPORTED: no"}), training=None)
+    found = comparison.of(healthy(), bare)
+    power = found.figures["power_w"]
+    assert (power.b, power.difference, power.ratio, power.missing) == (None, None, None, {"b": "NOT_SUPPORTED: no"})
+    assert found.figures["mfu"].missing == {"b": "no step was recorded"}
+    no_gpus = replace(healthy(), gpus=[], hosts=[replace(h, nvml="no driver") for h in healthy().hosts])
+    assert comparison.of(no_gpus, healthy()).figures["utilization"].missing == {"a": "no driver"}
+
+
+def test_notes_that_only_one_has() -> None:
+    good = replace(healthy(), notes=noted(healthy()))
+    found = comparison.of(broken(), good)
+    assert {n.code for n in found.only_a} == {"gpu_unused", "slow_gpu", "throttled", "gpu_hours_wasted"}
+    assert found.only_b == []
+
+
+def test_settings_that_matter(tmp_path: Path) -> None:
+    a = a_run(tmp_path, "one-aaaaaa", 3e-4, "100G", 4, interval=1.0)
+    b = a_run(tmp_path, "two-bbbbbb", 1e-4, "100G", 8, interval=5.0)
+    for run in (a, b):
+        record(new_attempt(run), [(gpu(i), busy()) for i in range(2)])
+    found = comparison.of_runs(a, b)
+    assert [(s.key, s.a, s.b) for s in found.settings] == [
+        ("batch.micro_batch", 4, 8),
+        ("recipe.optim.lr", 3e-4, 1e-4),
+        ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
+    ]
+    assert comparison.settings_of(a)["layout"] == "fsdp"
+    assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
+
+
+def test_a_spec_that_does_not_read_is_told(tmp_path: Path) -> None:
+    a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
+    b.spec.write_text("job = 3")
+    found = comparison.of_runs(a, b)
+    assert found.settings == []
+    assert found.unknown[0].startswith("two-bbbbbb:")
+    assert "The settings cannot be compared" in printed(found, 80)
+
+
+def printed(found: comparison.Comparison, width: int) -> str:
+    out = io.StringIO()
+    report.show(found, terminal.make_console(out, width))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_as_text(width: int) -> None:
+    good = healthy(8)
+    assert good.training is not None
+    good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
+    found = replace(
+        comparison.of(broken(), good), settings=[comparison.Setting("layout", "fsdp", "hybrid-shard 4 x 2")]
+    )
+    text = printed(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert "\x1b" not in text
+    for words in ("8 and 16 GPUs", "tokens/s a GPU", "worse", "B: not known for this model", "Notes that only A has"):
+        assert words in text
+    assert ("B - A" in text) == (width >= 76)
