@@ -31,7 +31,7 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
     names = [f"gpu-node-{i + 1:02d}" for i in range(nodes)]
     points = int(hours * 3600 / step_s)
     t = T0 + (np.arange(points) + 0.5) * step_s
-    attempts = _attempts(names, hours)
+    attempts = _attempts(names, gpus, hours)
     running = np.zeros(points, dtype=bool)
     for a in attempts:
         assert a.start is not None and a.end is not None
@@ -63,8 +63,10 @@ def page(nodes: int = 4, gpus: int = 8, hours: float = 24.0, step_s: float = 60.
     return summary, curves
 
 
-def _attempts(names: list[str], hours: float) -> list[AttemptSummary]:
+def _attempts(names: list[str], gpus: int, hours: float) -> list[AttemptSummary]:
     h = 3600 * hours / 24
+    row = HOT % (len(names) * gpus)
+    hot = f"GPU {row % gpus} of {names[row // gpus]}"
     first = [
         Mark(T0 + 300, "first_step", "step 0 of 60,000"),
         *[Mark(T0 + k * h, "checkpoint", f"step {k * 2500:,}, 38 s", T0 + k * h + 38) for k in range(1, 10)],
@@ -76,8 +78,8 @@ def _attempts(names: list[str], hours: float) -> list[AttemptSummary]:
         Mark(T0 + 10.6 * h, "restored", "step 23,514 in 41 s"),
         *[Mark(T0 + k * h, "checkpoint", f"step {k * 2400:,}, 38 s", T0 + k * h + 38) for k in range(12, 24)],
         *[Mark(T0 + k * h, "evaluation", f"step {k * 2400:,}, 5 min", T0 + k * h + 300) for k in (13.5, 18.5)],
-        Mark(T0 + 16.2 * h, "alert", f"GPU 3 of {names[-1]} is hot: 88 °C"),
-        Mark(T0 + 20.1 * h, "xid", f"Xid 94 on GPU 3 of {names[-1]}"),
+        Mark(T0 + 16.2 * h, "alert", f"{hot} is hot: 88 °C"),
+        Mark(T0 + 20.1 * h, "xid", f"Xid 94 on {hot}"),
     ]
     start, end = (T0, T0 + 10.5 * h), (T0 + 9.45 * h, T0 + 24 * h)
     return [

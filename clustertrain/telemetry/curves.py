@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +84,11 @@ def curves(run: RunDir, summary: Summary) -> Curves:
     row_of = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
     for node, segment in _segments(run, summary, names):
         here = {f"gpu{i}": row_of.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
-        columns = pieces(segment, _columns([d for d, row in here.items() if row is not None], GPU_CURVES), plan.gpu_s)
-        for device, row in here.items():
-            if row is not None:
-                gpus.add(row, columns, device, GPU_CURVES)
-        columns = pieces(segment, _columns(["host"], HOST_CURVES), plan.host_s)
-        hosts.add(names.index(node), columns, "host", HOST_CURVES)
+        kept = {device: row for device, row in here.items() if row is not None}
+        of_gpus, of_host = plan.read(segment, _columns(kept, GPU_CURVES), _columns(["host"], HOST_CURVES))
+        for device, row in kept.items():
+            gpus.add(row, of_gpus, device, GPU_CURVES)
+        hosts.add(names.index(node), of_host, "host", HOST_CURVES)
     every = gpus.table()
     return Curves(
         gpus=every.rows(chosen),
@@ -129,13 +128,22 @@ class _Plan:
         grid = Grid.over(start, span, max(step, rollup))
         return _Plan(grid, grid, rollup, rollup)
 
+    def read(
+        self, segment: Segment, gpu: Sequence[str], host: Sequence[str]
+    ) -> tuple[Mapping[str, Piece], Mapping[str, Piece]]:
+        """Both kinds of columns, in one go where they are of one roll-up."""
+        if self.gpu_s == self.host_s:
+            both = pieces(segment, [*gpu, *host], self.gpu_s)
+            return both, both
+        return pieces(segment, gpu, self.gpu_s), pieces(segment, host, self.host_s)
+
     @property
     def words(self) -> str:
         step = self.gpu_grid.step_s
         return f"Each point is the mean of {f'{step / 60:g} min' if step >= 60 else f'{step:g} s'}."
 
 
-def _columns(devices: Sequence[str], wanted: Mapping[str, Sequence[str]]) -> list[str]:
+def _columns(devices: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> list[str]:
     return [fields.column(d, f) for d in devices for parts in wanted.values() for f in parts]
 
 

@@ -110,6 +110,8 @@ class Charts {
       const from = left >= 0 ? [left, top] : [width / 2, (lane || 10) / 2];
       const place = [from[0] + by * Math.max(1, width / 200), from[1] + down * (lane || 0)];
       plot.setCursor({ left: within(place[0], width), top: within(place[1], height) }, true);
+      const box = plot.root.parentElement;
+      if (down) box.scrollTop = plot.cursor.top - box.clientHeight / 2;
     };
     const deeds = {
       ArrowLeft: () => point(-1, 0),

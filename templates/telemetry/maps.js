@@ -220,7 +220,8 @@ class Heat {
         padding: [4, 8, 0, 0],
         scales: { x: { time: true }, y: { range: () => [0, rows] } },
         series: [{}, { show: false }],
-        axes: [time_axis(), this.labels(high)],
+        // A tall map scrolls, and its time would be out of sight below.
+        axes: [{ ...time_axis(), side: rows * high > 600 ? 0 : 2 }, this.labels(high)],
         hooks: { draw: [(u) => this.paint(u)] },
       },
       [this.charts.whole, [null, null]],

@@ -37,11 +37,11 @@ function lines_for(charts, chart, shown) {
   }
   if (kind === "nodes") return { lines: all.map((i) => node_line(i, i)) };
   const gpu_line = (row, place) => line(data.gpus[data.chosen[row]].label, tables.gpus.row(curve, row), place);
-  const has_row = (row) => tables.gpus.has(curve);
-  if (kind === "gpu" && has_row(number)) {
+  const single = tables.gpus.has(curve); // not where only GPUs without curves of their own recorded it
+  if (kind === "gpu" && single) {
     return { lines: [gpu_line(number, 0), line("mean of all", tables.overall.row(curve, 0), 7)] };
   }
-  if (kind === "node" && has_row(0)) {
+  if (kind === "node" && single) {
     const rows = data.chosen.flatMap((gpu, row) => (data.gpus[gpu].node === data.nodes[number] ? [row] : []));
     if (rows.length) return { lines: rows.map(gpu_line) };
     return { lines: [node_line(number, 0)] };
@@ -50,15 +50,17 @@ function lines_for(charts, chart, shown) {
 }
 
 function fill_selector(select, data) {
-  select.add(new Option("Whole job: mean and range of the GPUs", "all"));
-  if (data.nodes.length > 1) select.add(new Option("Nodes: mean of each node's GPUs", "nodes"));
+  const of_gpus = data.charts.some((c) => c.of === "gpus");
+  select.add(new Option(`Whole job: mean and range of the ${of_gpus ? "GPUs" : "nodes"}`, "all"));
+  if (data.nodes.length > 1) select.add(new Option(of_gpus ? "Nodes: mean of each node's GPUs" : "Nodes", "nodes"));
   const group = (label, options) => {
     const element = fresh("optgroup");
     element.label = label;
     options.forEach(([text, value]) => element.append(new Option(text, value)));
     if (options.length) select.add(element);
   };
-  group("GPUs of one node", data.nodes.map((n, i) => [n, `node:${i}`]));
+  group(of_gpus ? "GPUs of one node" : "One node", data.nodes.map((n, i) => [n, `node:${i}`]));
+  if (!of_gpus) return;
   group("One GPU", data.chosen.map((gpu, row) => {
     const g = data.gpus[gpu];
     return [`${g.label}${g.ranks ? ` (rank ${g.ranks})` : ""}`, `gpu:${row}`];
@@ -201,6 +203,7 @@ async function main() {
   const bytes = await unpack(byId("blob").textContent);
   const tables = Object.fromEntries(Object.entries(data.tables).map(([name, t]) => [name, new Table(t, bytes)]));
   byId("curves").hidden = false;
+  byId("trouble").hidden = true;
   const charts = new Charts(data, tables);
   draw_timeline(charts, byId("timeline"));
   let pick = () => {};
