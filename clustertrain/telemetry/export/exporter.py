@@ -58,7 +58,7 @@ class Exporter:
         self._feed.observe(snapshot)
 
     def watch_xids(self, uuids: Iterable[str]) -> None:
-        """The driver tells the errors of these devices, so that none is a 0 and not a gap. From the sampler's thread."""
+        """The driver tells the errors of these devices, so that none is a 0. From the sampler's thread."""
         self._feed.watch_xids(uuids)
 
     def xid(self, uuid: str, xid: int, count: int = 1) -> None:
