@@ -18,12 +18,14 @@ from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
+from clustertrain.agent.commenting import Commenter, line_of
 from clustertrain.agent.claim import Claim, claim, identify
 from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import RUNNING, Backend, JobView
 from clustertrain.launch.choose import of_run
+from clustertrain.launch.comment import JobComment
 from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classify, decide
 from clustertrain.run import attempts, endings, events
 from clustertrain.run.events import EventLog
@@ -39,6 +41,7 @@ AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
 AFTER_RESULTS_S = 150.0  # for the agents to make their telemetry small, once all nodes have done their work
 AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
+COMMENT_S = 10.0  # for the last line in the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
 LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 
@@ -84,6 +87,7 @@ class Batch:
             end_time=self.deadline.end_time,
         )
         step = Step(self._start(step_argv))
+        comment = self._commenter()
         while step.child.poll() is None:
             self._look(step)
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
@@ -99,7 +103,17 @@ class Batch:
         if decision.action == "requeue" and step.new_options:
             decision = replace(decision, action="resubmit", options=step.new_options)
         print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
+        if comment is not None and decision.action not in ("requeue", "resubmit"):
+            comment.finish(COMMENT_S)
         return Sequel(self.run, self.backend, self.job_id, self.spec, self.log, self.signals).act(decision, verdict)
+
+    def _commenter(self) -> Commenter | None:
+        telemetry = self.spec.recipe.telemetry
+        if self.backend.name != "slurm" or not (telemetry.enabled and telemetry.comment):
+            return None
+        commenter = Commenter(JobComment(self.job_id, self.log.write), lambda: line_of(self.run))
+        commenter.start()
+        return commenter
 
     def spent_by_others(self) -> int | None:
         """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""

@@ -99,10 +99,20 @@ class Agent:
         self.stopping: str | None = None
         self.deadline = deadlines.read(place.attempt.deadline)
         self.aborted = False
+        self.recording: Recording | None = None
 
     def run(self) -> NodeResult:
         p = self.place
-        recording = Recording(p.run, p.attempt, p.node, p.ranks, environ=p.environ, beats=self.rank_dir, log=self.log)
+        recording = self.recording = Recording(
+            p.run,
+            p.attempt,
+            p.node,
+            p.ranks,
+            environ=p.environ,
+            beats=self.rank_dir,
+            several_nodes=len(p.nodes) > 1,
+            log=self.log,
+        )
         recording.start()
         try:
             self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=recording.gpus)
@@ -262,6 +272,8 @@ class Agent:
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
         """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
         self.stopping = source
+        if self.recording is not None:
+            self.recording.quiet()
         end_time = self.deadline.end_time if self.deadline is not None else None
         ends = [end_time, clock.now() + grace_s if grace_s is not None else None]
         deadline = min((e for e in ends if e is not None), default=None)

@@ -7,14 +7,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from clustertrain import clock, proc
+from clustertrain import clock, fsio, proc
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry import blocks
-from clustertrain.telemetry.sampler import Intervals, Observer, Sampler
+from clustertrain.telemetry.export.exporter import Exporter
+from clustertrain.telemetry.export.feed import Labels
+from clustertrain.telemetry.sampler import Intervals, Sampler
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.watch import Watch
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
 WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
@@ -38,6 +42,7 @@ class Recording:
         *,
         environ: Mapping[str, str],
         beats: Path,
+        several_nodes: bool,
         log: EventLog,
     ) -> None:
         self._run = run
@@ -45,10 +50,16 @@ class Recording:
         self._folder = attempt.telemetry / node
         self._log = log
         self._leftovers: subprocess.Popen[bytes] | None = None
+        self._stopped = False
         spec = self._spec()
         self._sampler: Sampler | None = None
         if not spec.enabled:
             return
+        job_id = str((fsio.read_json(attempt.record) or {}).get("job_id") or "")
+        first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
+        self._watch = Watch(spec.alerts, node, log.write, run=run.id, job_id=job_id or None, telemetry=first_of_several)
+        labels = Labels(run.id, job_id, attempt.n, node)
+        self._exporter = _Exported(Exporter(spec.prometheus, labels, log.write, spec.interval_s))
         self._sampler = Sampler(
             self._folder,
             node,
@@ -58,7 +69,7 @@ class Recording:
             first_rank=ranks[0],
             rank_count=len(ranks),
             beats=beats,
-            observers=self._observers(spec),
+            observers=[self._watch, self._exporter],
             intervals=Intervals(flush_s=spec.flush_s),
         )
 
@@ -69,9 +80,6 @@ class Recording:
             self._log.write("telemetry_failed", reason=f"its settings cannot be read, the defaults stand: {e}")
             return TelemetrySpec()
 
-    def _observers(self, spec: TelemetrySpec) -> list[Observer]:
-        return []
-
     @property
     def gpus(self) -> list[dict[str, object]]:
         return [] if self._sampler is None else self._sampler.gpus
@@ -79,6 +87,15 @@ class Recording:
     def start(self) -> None:
         if self._sampler is not None:
             self._sampler.start()
+            self._watch.start()
+            self._exporter.to.start()
+
+    def quiet(self) -> None:
+        """The ranks have been told to stop: what costs time beside them ends."""
+        if self._leftovers is not None:
+            proc.end(self._leftovers, 0.0)
+        if self._sampler is not None:
+            self._watch.quiet()
 
     def compact_earlier(self) -> None:
         """Begin on what attempts before this one left, beside the training and with the least priority."""
@@ -97,8 +114,11 @@ class Recording:
         """Write what waits and end; what compaction is under way is left as it is."""
         if self._leftovers is not None:
             proc.end(self._leftovers, 0.5)
-        if self._sampler is not None:
+        if self._sampler is not None and not self._stopped:
+            self._stopped = True
             self._sampler.stop()
+            self._watch.stop()
+            self._exporter.to.stop()
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
         """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
@@ -112,6 +132,23 @@ class Recording:
             proc.end(child, 0.5)
         if child.returncode:
             self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
+
+
+class _Exported:
+    """The exporter as an observer of the sampler."""
+
+    def __init__(self, to: Exporter) -> None:
+        self.to = to
+
+    def listening(self, uuids: Sequence[str]) -> None:
+        self.to.watch_xids(uuids)
+
+    def observe(self, snapshot: Snapshot) -> None:
+        self.to.observe(snapshot)
+
+    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+        if kind == "xid" and xid is not None:
+            self.to.xid(uuid, xid, count)
 
 
 def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:

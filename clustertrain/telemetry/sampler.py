@@ -40,9 +40,15 @@ class Intervals(msgspec.Struct, frozen=True):
 
 
 class Observer(Protocol):
-    """Sees every sample, in the sampler's thread: must be quick."""
+    """Sees every sample and every event of the driver, in the sampler's thread: must be quick."""
+
+    def listening(self, uuids: Sequence[str]) -> object:
+        """The driver will tell errors of these devices."""
 
     def observe(self, snapshot: Snapshot) -> object: ...
+
+    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
+        """``gpu_lost``, ``gpu_back``, or as of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``, ``ecc_uncorrected``."""
 
 
 class Sampler:
@@ -197,7 +203,7 @@ class Sampler:
 
     def _begin_segment(self, host: HostReader, driver: str | None, how: str | None) -> None:
         machine = host.facts()
-        share = allocation.of_host(self._environ)
+        share = allocation.allocated(self._environ)
         fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
         self._values = dict.fromkeys([*fast, *slow], NAN)
@@ -234,8 +240,9 @@ class Sampler:
             row += [NAN] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
         self._put(fields.FAST, at, row)
         if self._events is not None:
-            for event in self._events.poll():
-                self._event("gpu_event", **msgspec.to_builtins(event))
+            for e in self._events.poll():
+                self._event("gpu_event", uuid=e.uuid, kind=e.kind, xid=e.xid, count=e.count)
+                self._tell_observers("event", e.kind, e.uuid, xid=e.xid, count=e.count)
 
     def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()
@@ -267,10 +274,15 @@ class Sampler:
     def _observe(self) -> None:
         if not self._observers:
             return
-        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, self._values)
+        # A copy of the values: an observer may keep it.
+        values = dict(self._values)
+        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values)
+        self._tell_observers("observe", snapshot)
+
+    def _tell_observers(self, what: str, *args: Any, **values: Any) -> None:
         for observer in list(self._observers):
             try:
-                observer.observe(snapshot)
+                getattr(observer, what)(*args, **values)
             except Exception as e:  # one who watches must not end the sampling
                 self._observers.remove(observer)
                 self._event("telemetry_failed", reason=f"{type(observer).__name__} is off: {type(e).__name__}: {e}")
@@ -291,9 +303,11 @@ class Sampler:
         if reason is not None and uuid not in self._lost:
             self._lost.add(uuid)
             self._event("gpu_lost", uuid=uuid, index=reader.device.index, reason=reason)
+            self._tell_observers("event", "gpu_lost", uuid)
         elif reason is None and uuid in self._lost:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
+            self._tell_observers("event", "gpu_back", uuid)
 
     def _heal(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""
@@ -330,6 +344,8 @@ class Sampler:
         self._events = GpuEvents(self._nvml, devices) if devices else None
         if self._events is not None:
             self._events.open()
+            told = [d.uuid for d in devices if d.uuid not in self._events.reasons]
+            self._tell_observers("listening", told)
 
     def _flush(self) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,12 @@ class Watch:
         if alerts:
             self._send(alerts)
 
-    def event(self, kind: str, uuid: str, *, xid: int | None = None) -> None:
-        """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``."""
+    def listening(self, uuids: Sequence[str]) -> None:
+        """The driver tells errors of these devices; nothing hangs on it here."""
+
+    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+        """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``. That it happened
+        ``count`` times is one alert."""
         self._send(self._alerts.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
 
     def quiet(self) -> None:
