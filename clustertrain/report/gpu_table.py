@@ -123,13 +123,19 @@ def _columns(signs: Glyphs, width: int, names: int) -> list[Column]:
         ("Rank", True, lambda g: ",".join(map(str, g.ranks)) or signs.dash),
         ("Util", True, _utilization(signs)),
         *(spread if medium else []),
-        ("Over the job", False, lambda g: terminal.sparkline(g.timeline.utilization, spark, signs).ljust(spark)),
+        ("Over the job", False, lambda g: _curve(g, spark, signs)),
         ("GiB", True, lambda g: _memory(g, signs)),
         ("W", True, lambda g: terminal.number(mean_of(g.power_w), signs)),
         (signs.degree, True, lambda g: terminal.number(max_of(g.temperature_c), signs)),
         *(held if medium else []),
         *(more if wide else []),
     ]
+
+
+def _curve(gpu: GpuSummary, cells: int, signs: Glyphs) -> Text:
+    use = use_of(gpu)
+    text = terminal.sparkline(gpu.timeline.utilization, cells, signs).ljust(cells)
+    return Text(text, style=terminal.grade(use.mean) if use is not None else "")
 
 
 def short_uuid(uuid: str) -> str:

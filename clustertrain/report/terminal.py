@@ -34,8 +34,9 @@ class Glyphs(msgspec.Struct, frozen=True):
     line: str
 
 
-UNICODE = Glyphs(levels="▁▂▃▄▅▆▇█", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C", line="─")
-ASCII = Glyphs(levels="_.:-=+*#", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
+# Without the full block: curves in neighbouring rows would grow into one wall.
+UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", none=" ", bar="█", rest="░", dash="–", dot=" · ", degree="°C", line="─")
+ASCII = Glyphs(levels="_.:-=+*", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -89,7 +90,7 @@ def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:
     if ratio is None:
         return Text(signs.rest * width)
     full = round(max(0.0, min(1.0, ratio)) * width)
-    return Text(signs.bar * full, style=style) + Text(signs.rest * (width - full))
+    return Text.assemble((signs.bar * full, style), signs.rest * (width - full))
 
 
 def resample(values: Sequence[float | None], count: int) -> list[float | None]:

@@ -53,9 +53,9 @@ def test_an_output_without_block_characters() -> None:
 
 
 def test_sparklines() -> None:
-    assert terminal.sparkline([0.0, 0.5, 1.0, None, 0.99], 10, UNICODE) == "▁▅█ █"
-    assert terminal.sparkline([0.0] * 50 + [1.0] * 50, 4, UNICODE) == "▁▁██"
-    assert terminal.sparkline([None, 1.0, None, None], 2, UNICODE) == "█ "
+    assert terminal.sparkline([0.0, 0.5, 1.0, None, 0.99], 10, UNICODE) == "▁▄▇ ▇"
+    assert terminal.sparkline([0.0] * 50 + [1.0] * 50, 4, UNICODE) == "▁▁▇▇"
+    assert terminal.sparkline([None, 1.0, None, None], 2, UNICODE) == "▇ "
     assert terminal.sparkline([], 10, UNICODE) == ""
 
 
