@@ -18,8 +18,8 @@ from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent.commenting import Commenter, line_of
 from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.commenting import Commenter, line_of
 from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
