@@ -283,8 +283,8 @@ class Nvml:
             raise self.error(e.value) from e
 
     def function(self, name: str) -> Callable[..., int]:
-        """The C function itself, which returns a code for :meth:`error`: nvidia-ml-py's structures cost more time than
-        NVML, where there are many.
+        """The C function itself, which returns a code for :meth:`error`: where an answer holds many figures,
+        nvidia-ml-py's structures take more of the sampler's time than all the rest.
 
         Raises:
             NvmlError: NVML does not have it.

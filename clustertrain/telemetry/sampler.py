@@ -308,6 +308,8 @@ class Sampler:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
             self._tell_observers("event", "gpu_back", uuid)
+            if self._events is not None:
+                self._events.open()
 
     def _heal(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""

@@ -16,13 +16,14 @@
  *   start EPOCH            T = 0 is this moment, seconds since 1970: all processes and nodes then see the same
  *   at I KEY T VALUE       the figure is VALUE from T on
  *   ramp I KEY T VALUE     it goes from its last value, in a straight line, and is VALUE at T
- *   event I T xid NUMBER   an XID error at T; also `event I T sbe` and `event I T dbe`: an ECC error of one bit, of two.
+ *   event I T xid NUMBER   an XID error at T; `event I T sbe`, `event I T dbe`: an ECC error of one bit, of two.
  *                          Each event set gets it once, if it was there before
  *   loop S                 T begins again at 0 every S seconds; events happen in the first round only
  *
  * KEYs that are words: uuid name. Set once (device): minor, parent (the number of the GPU that it is a MIG slice of),
  * gpu_instance (the slice's), bus (of PCI, in hex), nvswitch (1), nvlink5 (1: the field numbers of that generation),
- * cluster, clique, gpm (1: also set by any *_activity), events (mask of types that it can tell; 11).
+ * cluster, clique, gpm (1: also set by any *_activity), events (mask of types that it can tell; 11), narrow (1: PCIe
+ * counters of 32 bits).
  * Figures, which at and ramp may move: memory_total memory_used memory_reserved (bytes), utilization memory_busy (%),
  * power (mW), temperature memory_temperature (°C), sm_clock memory_clock (MHz), reasons (mask of what holds the clock
  * down), sm_activity tensor_activity dram_activity (%), processes, ecc_corrected ecc_uncorrected, remapped
@@ -52,14 +53,15 @@ enum {
 typedef unsigned long long u64;
 
 enum {
-    MINOR, PARENT, GPU_INSTANCE, NVSWITCH, NVLINK5, CLUSTER, CLIQUE, GPM, EVENTS, MEMORY_TOTAL, MEMORY_USED,
+    MINOR, PARENT, GPU_INSTANCE, NVSWITCH, NVLINK5, CLUSTER, CLIQUE, GPM, EVENTS, NARROW, MEMORY_TOTAL, MEMORY_USED,
     MEMORY_RESERVED, UTILIZATION, MEMORY_BUSY, POWER, TEMPERATURE, MEMORY_TEMPERATURE, SM_CLOCK, MEMORY_CLOCK, REASONS,
     SM_ACTIVITY, TENSOR_ACTIVITY, DRAM_ACTIVITY, PROCESSES, ECC_CORRECTED, ECC_UNCORRECTED, REMAPPED, REMAP_PENDING,
     REMAP_FAILED, NVLINKS, NVLINKS_ACTIVE, NVLINK_ERRORS, PCIE_REPLAYS, ENERGY, PCIE_TX, PCIE_RX, NVLINK_TX, NVLINK_RX,
     PCIE_TX_RATE, PCIE_RX_RATE, NVLINK_TX_RATE, NVLINK_RX_RATE, KEYS
 };
 static const char *const names[KEYS] = {
-    "minor", "parent", "gpu_instance", "nvswitch", "nvlink5", "cluster", "clique", "gpm", "events", "memory_total",
+    "minor", "parent", "gpu_instance", "nvswitch", "nvlink5", "cluster", "clique", "gpm", "events", "narrow",
+    "memory_total",
     "memory_used", "memory_reserved", "utilization", "memory_busy", "power", "temperature", "memory_temperature",
     "sm_clock", "memory_clock", "reasons", "sm_activity", "tensor_activity", "dram_activity", "processes",
     "ecc_corrected", "ecc_uncorrected", "remapped", "remap_pending", "remap_failed", "nvlinks", "nvlinks_active",
@@ -565,8 +567,13 @@ static int field_value(int i, FieldValue *out) {
     switch (out->id) {
     case 82: out->type = 1; out->value.ui = narrow(figure(i, MEMORY_TEMPERATURE)); return OK;
     case 83: out->value.ull = (u64)counter(i, ENERGY); return OK;
-    case 197: out->value.ull = (u64)counter(i, PCIE_TX); return OK;
-    case 198: out->value.ull = (u64)counter(i, PCIE_RX); return OK;
+    case 197: case 198:
+        out->value.ull = (u64)counter(i, out->id == 197 ? PCIE_TX : PCIE_RX);
+        if (devices[i].base[NARROW] > 0) {
+            out->type = 1;
+            out->value.ull &= UINT32_MAX;
+        }
+        return OK;
     case 138: case 139: /* KiB, up to the fourth generation */
         if (!linked || fifth) return NOT_SUPPORTED;
         out->value.ull = (u64)(counter(i, out->id == 138 ? NVLINK_TX : NVLINK_RX) / 1024);

@@ -221,6 +221,14 @@ def test_the_fifth_nvlink_counts_under_other_numbers(nvml_stub: Stub) -> None:
     assert (values["nvlink_tx_bytes"], values["nvlink_rx_bytes"], values["nvlink_errors"]) == (1000, 2000, 3)
 
 
+def test_what_cannot_be_right_is_no_figure(nvml_stub: Stub) -> None:
+    """A byte counter of 32 bits turns over within a second, and no memory is at 0 °C (rezolus#1196)."""
+    nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
+    (values,) = ask(nvml_stub.environ())["values"].values()
+    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver counts it in 32 bits")
+    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver says 0 °C")
+
+
 def test_a_gpu_without_nvlink_and_without_gpm(nvml_stub: Stub) -> None:
     nvml_stub.drive("device 0 uuid GPU-a\n")
     (values,) = ask(nvml_stub.environ())["values"].values()
