@@ -50,10 +50,7 @@ def test_totals_merge_their_ends(low: float, high: float) -> None:
     """Also where one of them has none."""
     whole = Total(count=1, sum=5.0, low=low, high=high)
     whole.merge(Total(count=2, sum=6.0, low=2.0, high=4.0, histogram=of([2.0, 4.0])))
-    assert (whole.low, whole.high) == (
-        min(low, 2.0) if not math.isnan(low) else 2.0,
-        max(high, 4.0) if not math.isnan(high) else 4.0,
-    )
+    assert (whole.low, whole.high) == (np.fmin(low, 2.0), np.fmax(high, 4.0))
     whole.merge(Total())
     assert (whole.count, whole.sum, whole.histogram.count) == (3, 11.0, 2)
     assert not math.isnan(whole.low)
