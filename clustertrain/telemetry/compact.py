@@ -25,7 +25,7 @@ from clustertrain.telemetry.rollup import LEVELS, Table
 from clustertrain.telemetry.series import Segment
 
 Outcome = Literal["compacted", "nothing to do", "still written"]
-_ROWS = 32_768  # a row group: of 8 GPUs 48 MB while it is made
+_ROWS = 16_384  # a row group; of 8 GPUs 330 MB of memory in all. Twice as many save 0.2 % of the bytes and take 485 MB
 _QUIET_S = 1200.0  # twice the longest time between two flushes
 
 

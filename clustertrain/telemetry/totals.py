@@ -60,7 +60,10 @@ class Total:
         self.count += other.count
         self.sum += other.sum
         self.increase += other.increase
-        self.low, self.high = float(np.fmin(self.low, other.low)), float(np.fmax(self.high, other.high))
+        if not other.low >= self.low:  # also where one of them is NaN
+            self.low = self.low if math.isnan(other.low) else other.low
+        if not other.high <= self.high:
+            self.high = self.high if math.isnan(other.high) else other.high
         self.first = other.first if math.isnan(self.first) else self.first
         self.last = self.last if math.isnan(other.last) else other.last
         self.histogram.merge(other.histogram)
@@ -123,15 +126,17 @@ def dump(sums: Sums) -> bytes:
 
 def totals_of(sums: Sums) -> dict[str, Total]:
     """The file's content by column."""
-    ends = np.cumsum(sums.sizes).tolist()
     bins, counts = np.array(sums.bins, dtype=np.int64), np.array(sums.counts, dtype=np.int64)
-    found = {}
-    for i, column in enumerate(sums.columns):
-        part = slice(ends[i] - sums.sizes[i], ends[i])
-        values = (sums.low[i], sums.high[i], sums.first[i], sums.last[i])
-        low, high, first, last = (math.nan if v is None else v for v in values)
-        histogram = Histogram(bins[part], counts[part])
-        found[column] = Total(sums.count[i], sums.sum[i], low, high, sums.increase[i], first, last, histogram)
+    nan = math.nan
+    found, begin = {}, 0
+    for column, size, count, total, increase, *four in zip(
+        sums.columns, sums.sizes, sums.count, sums.sum, sums.increase, sums.low, sums.high, sums.first, sums.last,
+        strict=True,
+    ):  # fmt: skip
+        low, high, first, last = (nan if v is None else v for v in four)
+        part = slice(begin, begin + size)
+        begin += size
+        found[column] = Total(count, total, low, high, increase, first, last, Histogram(bins[part], counts[part]))
     for at, phase, count, total in sums.phases:
         found[sums.columns[at]].by_phase[phase] = (count, total)
     return found
