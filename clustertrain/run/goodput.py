@@ -59,8 +59,8 @@ class Goodput(msgspec.Struct, kw_only=True):
 
 
 def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, *, waiting: bool = False) -> Goodput:
-    """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``finished``. ``waiting``: its job is in
-    the scheduler's queue, perhaps put back without a word of the last attempt."""
+    """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``finished``. ``waiting``: its job is
+    in the scheduler's queue, perhaps put back without a word of the last attempt."""
     total = Goodput()
     log = events.of_run(run)
     submitted = events.last(log, "submitted")
