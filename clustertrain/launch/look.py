@@ -107,7 +107,9 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         history=history,
         step=int(row["step"]) if row and now_state == state.RUNNING else max(steps, default=None),
         total_steps=total_steps(run),
-        goodput=ledger(run, history, clock.now(), now_state in state.FINAL),
+        goodput=ledger(
+            run, history, clock.now(), now_state in state.FINAL, waiting=now_state in (state.PENDING, state.REQUEUED)
+        ),
     )
 
 

@@ -58,8 +58,9 @@ class Goodput(msgspec.Struct, kw_only=True):
     data_wait_s: float = 0.0
 
 
-def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool) -> Goodput:
-    """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``finished``."""
+def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, *, waiting: bool = False) -> Goodput:
+    """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``finished``. ``waiting``: its job is
+    in the scheduler's queue, perhaps put back without a word of the last attempt."""
     total = Goodput()
     log = events.of_run(run)
     submitted = events.last(log, "submitted")
@@ -72,10 +73,10 @@ def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool) 
         total.queue_s += start - _waits_from(log, history[:i], edge, start)
         told = _Told(run, attempt)
         following = next((a.start for a in history[i + 1 :] if a.start is not None), None)
-        running = attempt.end is None and not finished and i == len(history) - 1
+        running = attempt.end is None and not finished and not waiting and i == len(history) - 1
         edge = _end_of(attempt, start, told.last_sign(), following, now if running else None)
         reached = told.account(total, (start, edge), reached, running)
-    until = _queued_until(log, history, now, finished)
+    until = now if waiting else _queued_until(log, history, now, finished)
     if until > edge:
         total.queue_s += until - _waits_from(log, history, edge, until)
     total.wall_s = math.fsum(getattr(total, part) for part in PARTS)

@@ -177,6 +177,15 @@ def test_a_requeued_job_that_is_held_waits_in_the_queue(tmp_path: Path) -> None:
     assert parts_of(book_of(history, 1005.0)) == {"productive_s": 5.0, "queue_s": 200.0}
 
 
+def test_after_a_node_died_and_slurm_put_the_job_back_it_waits_since_the_last_sign_of_life(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    one = history.attempt(1, 0.0)
+    one.step(1, 5.0)
+    one.write()
+    book = goodput.ledger(history.run, attempts.read_all(history.run), 105.0, False, waiting=True)
+    assert parts_of(book) == {"productive_s": 5.0, "queue_s": 100.0}
+
+
 def test_the_days_before_an_ended_run_was_continued_by_hand_are_not_its_own(tmp_path: Path) -> None:
     history = History(tmp_path)
     one = history.attempt(1, 0.0)

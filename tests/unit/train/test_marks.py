@@ -1,0 +1,126 @@
+"""The beat and the running totals that a rank keeps, and the time of its forward passes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain import fsio
+from clustertrain.plan.layout import Layout
+from clustertrain.run import beat, metrics
+from clustertrain.train import forward
+from clustertrain.train.forward import ForwardTime, waits_for_nobody
+from clustertrain.train.marks import Marks
+
+
+def seen(folder: Path) -> beat.Beat:
+    return beat.Reader(folder, [3]).read()[3]
+
+
+def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, 3, 4, lambda: 1.5)
+    assert seen(tmp_path).phase == beat.STARTUP
+    marks.step_begins(7)
+    with pytest.raises(KeyError), marks.during(beat.EVALUATION):
+        assert seen(tmp_path).phase == beat.EVALUATION
+        raise KeyError
+    found = seen(tmp_path)
+    assert (found.step, found.phase, found.forward_s) == (7, beat.TRAIN, 1.5)
+    marks.step_ends(8, 0.0, 400, 0.25)
+    with marks.during(beat.CHECKPOINT):
+        found = seen(tmp_path)  # of the step that is done, though none has begun after it
+        assert (found.step, found.tokens, found.data_wait_s) == (8, 100.0, 0.25)
+    marks.close()
+    assert (seen(tmp_path).step, seen(tmp_path).phase) == (8, beat.IDLE)
+
+
+@pytest.mark.parametrize("folder", [None, Path("/nonexistent/folder")])
+def test_without_a_folder_the_rows_are_the_same(folder: Path | None) -> None:
+    marks = Marks(folder, 0, 2, lambda: math.nan)
+    marks.step_begins(0)
+    row = marks.step_ends(1, 0.0, 10, None)
+    assert row["step"] == 1 and row["sum_tokens"] == 10 and "data_wait_s" not in row
+    marks.close()
+
+
+def test_a_second_session_of_an_attempt_goes_on_adding_up(tmp_path: Path) -> None:
+    path = tmp_path / "attempt-1.jsonl"
+    log = fsio.Appender(path)
+    for session, steps in enumerate([(1, 2, 3), (4, 5)]):
+        marks = Marks(tmp_path, 0, 1, lambda: math.nan)
+        marks.continue_rows(path)
+        for step in steps:
+            marks.step_begins(step - 1)
+            log.append(marks.step_ends(step, 0.0, 100, 0.5))
+        marks.close()
+        assert beat.Reader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]  # of this process's session
+    log.close()
+    last = metrics.last_row(path)
+    assert last is not None and last["sum_tokens"] == 500 and last["sum_data_wait_s"] == pytest.approx(2.5)
+
+
+def test_what_was_apart_from_the_step_is_not_in_its_time(tmp_path: Path) -> None:
+    marks = Marks(None, 0, 1, lambda: math.nan)
+    marks.step_begins(0)
+    assert marks.step_ends(1, 3600.0, 10, None)["step_s"] == 0.0  # never negative, and no division by it
+
+
+@pytest.mark.parametrize(
+    ("layout", "alone"),
+    [
+        (Layout(), True),
+        (Layout(strategy="ddp", dp_replicate=2), True),
+        (Layout(strategy="zero1", dp_replicate=2), True),
+        (Layout(strategy="fsdp", dp_shard=2), False),
+        (Layout(strategy="ddp", dp_replicate=2, tp=2), False),
+        (Layout(strategy="ddp", dp_replicate=2, pp=2), False),
+        (Layout(strategy="ddp", dp_replicate=2, cp=2), False),
+    ],
+)
+def test_forward_passes_with_a_collective_are_not_timed(layout: Layout, alone: bool) -> None:
+    assert waits_for_nobody(nn.Linear(2, 2), layout) == alone
+    timed = ForwardTime(torch.device("cpu"), alone)
+    timed.begin()
+    timed.end()
+    assert math.isnan(timed.sum_s()) != alone
+
+
+class FakeEvent:
+    """One of a GPU that is done with nothing until ``done``."""
+
+    done = False
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        return FakeEvent.done
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 20.0
+
+
+def test_on_a_gpu_nothing_waits_and_few_events_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeEvent] = []
+
+    def event() -> Any:
+        made.append(FakeEvent())
+        return made[-1]
+
+    monkeypatch.setattr(forward, "_event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    timed = ForwardTime(torch.device("cuda", 0), True)
+    for _ in range(3 * forward.IN_FLIGHT):
+        timed.begin()
+        timed.end()
+    assert timed.sum_s() == 0.0 and len(made) == 2 * forward.IN_FLIGHT
+    FakeEvent.done = True
+    # Those for which there was no event are taken to be like the others.
+    assert timed.sum_s() == pytest.approx(3 * forward.IN_FLIGHT * 0.020)
+    timed.begin()
+    timed.end()
+    assert timed.sum_s() > 3 * forward.IN_FLIGHT * 0.020
