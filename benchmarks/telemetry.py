@@ -223,20 +223,28 @@ def _complete(printed: str, nodes: int) -> None:
         raise CannotRun(f"the report has figures of {answered} GPUs, not of {GPUS * nodes}")
 
 
+# A child's greatest memory counts what it was forked from, so a small process stands in between.
+_MEASURED = """
+import json, os, resource, subprocess, sys, time
+started = time.perf_counter()
+done = subprocess.run(sys.argv[2:], stdout=open(sys.argv[1], "wb"))
+wall = time.perf_counter() - started
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6]))
+sys.exit(done.returncode)
+"""
+
+
 def _whole(argv: list[str], env: Mapping[str, str], check: Callable[[str], None]) -> tuple[float, float, float]:
-    """Wall and processor seconds and the greatest memory, MB, of a process and its children."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        started = time.perf_counter()
-        child = subprocess.Popen(argv, env=env, cwd=measure.ROOT, stdout=out, stderr=err)
-        _, status, used = os.wait4(child.pid, 0)
-        wall = time.perf_counter() - started
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        err.seek(0)
-        if child.returncode:
-            raise CannotRun(f"{' '.join(argv)} failed: {err.read().decode(errors='replace')[-1000:]}")
-        check(out.read().decode())
-    return wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
+    """Wall and processor seconds and the greatest memory, MB, of a process."""
+    with tempfile.NamedTemporaryFile() as out:
+        command = [sys.executable, "-c", _MEASURED, out.name, *argv]
+        done = subprocess.run(command, env=env, cwd=measure.ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CannotRun(f"{' '.join(argv)} failed: {done.stderr[-1000:]}")
+        check(Path(out.name).read_text())
+    wall, cpu, memory_mb = json.loads(done.stdout)
+    return wall, cpu, memory_mb
 
 
 def _child() -> int:

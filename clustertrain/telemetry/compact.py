@@ -25,7 +25,7 @@ from clustertrain.telemetry.rollup import LEVELS, Table
 from clustertrain.telemetry.series import Segment
 
 Outcome = Literal["compacted", "nothing to do", "still written"]
-_ROWS = 32_768  # a row group: of 8 GPUs 48 MB while it is made
+_ROWS = 16_384  # a row group; of 8 GPUs 330 MB of memory in all. Twice as many save 0.2 % of the bytes and take 485 MB
 _QUIET_S = 1200.0  # twice the longest time between two flushes
 
 
@@ -84,7 +84,8 @@ def _complete(segment: Segment) -> None:
 
 def _to_parquet(segment: Segment) -> None:
     folder, header = segment.folder, segment.header
-    reasons = [(r.d, r.column, r.reason) for r in blocks.read(folder) if isinstance(r, blocks.Reason)]
+    notes = blocks.read(folder, notes_only=True)
+    reasons = [(r.d, r.column, r.reason) for r in notes if isinstance(r, blocks.Reason)]
     paces: tuple[Pace, ...] = (FAST, SLOW)
     with contextlib.ExitStack() as stack:
         writers = {pace: archive.ParquetWriter(folder, header, pace, reasons) for pace in paces}

@@ -49,7 +49,7 @@ class Histogram:
         if not len(other.bins):
             return
         if not len(self.bins):
-            self.bins, self.counts = other.bins.copy(), other.counts.copy()
+            self.bins, self.counts = other.bins, other.counts  # shared: neither is ever changed in place
             return
         bins = np.union1d(self.bins, other.bins)
         counts = np.zeros(len(bins), dtype=np.int64)
@@ -66,8 +66,10 @@ class Histogram:
         """
         if not len(self.counts):
             return math.nan
-        upto = np.cumsum(self.counts)
-        at = min(int(np.searchsorted(upto, q * int(upto[-1]), side="left")), len(upto) - 1)
+        if low == high:
+            return low
+        upto = self.counts.cumsum()
+        at = min(int(upto.searchsorted(q * float(upto[-1]))), len(upto) - 1)
         return min(max(_middle(int(self.bins[at])), low), high)
 
 

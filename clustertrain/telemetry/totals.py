@@ -60,7 +60,10 @@ class Total:
         self.count += other.count
         self.sum += other.sum
         self.increase += other.increase
-        self.low, self.high = float(np.fmin(self.low, other.low)), float(np.fmax(self.high, other.high))
+        if not other.low >= self.low:  # also where one of them is NaN
+            self.low = self.low if math.isnan(other.low) else other.low
+        if not other.high <= self.high:
+            self.high = self.high if math.isnan(other.high) else other.high
         self.first = other.first if math.isnan(self.first) else self.first
         self.last = self.last if math.isnan(other.last) else other.last
         self.histogram.merge(other.histogram)
@@ -123,15 +126,17 @@ def dump(sums: Sums) -> bytes:
 
 def totals_of(sums: Sums) -> dict[str, Total]:
     """The file's content by column."""
-    ends = np.cumsum(sums.sizes).tolist()
     bins, counts = np.array(sums.bins, dtype=np.int64), np.array(sums.counts, dtype=np.int64)
-    found = {}
-    for i, column in enumerate(sums.columns):
-        part = slice(ends[i] - sums.sizes[i], ends[i])
-        values = (sums.low[i], sums.high[i], sums.first[i], sums.last[i])
-        low, high, first, last = (math.nan if v is None else v for v in values)
-        histogram = Histogram(bins[part], counts[part])
-        found[column] = Total(sums.count[i], sums.sum[i], low, high, sums.increase[i], first, last, histogram)
+    nan = math.nan
+    found, begin = {}, 0
+    for column, size, count, total, increase, *four in zip(
+        sums.columns, sums.sizes, sums.count, sums.sum, sums.increase, sums.low, sums.high, sums.first, sums.last,
+        strict=True,
+    ):  # fmt: skip
+        low, high, first, last = (nan if v is None else v for v in four)
+        part = slice(begin, begin + size)
+        begin += size
+        found[column] = Total(count, total, low, high, increase, first, last, Histogram(bins[part], counts[part]))
     for at, phase, count, total in sums.phases:
         found[sums.columns[at]].by_phase[phase] = (count, total)
     return found
@@ -166,8 +171,8 @@ class _Lane:
         if blank.any():
             answered = np.isfinite(rows)
             self.first[blank] = rows[np.argmax(answered, axis=0), np.arange(rows.shape[1])][blank]
-        at = np.nonzero(there)
-        np.add.at(self.histogram, (at[1], bins_of(values[at])), 1)
+        bins = np.nonzero(there)[1] * BINS + bins_of(values[there])
+        np.add.at(self.histogram.reshape(-1), bins, np.uint32(1))  # flat: numpy is ten times as fast at it
         if len(self._phased):
             self._add_phases(values[:, self._phased], rows[:, self._phase_of])
 
@@ -220,8 +225,9 @@ class Adder:
         """What was added, which are the samples before ``d``."""
         lanes = list(self.lanes.values())
         columns = [c for lane in lanes for c in lane.columns]
-        dense = np.concatenate([lane.histogram for lane in lanes])
-        column, bins = np.nonzero(dense)
+        dense = [lane.histogram.reshape(-1) for lane in lanes]
+        filled = [np.flatnonzero(counts > 0) for counts in dense]  # of booleans it is four times as quick
+        sizes = [np.bincount(at // BINS, minlength=len(x.columns)) for at, x in zip(filled, lanes, strict=True)]
         phases: list[tuple[int, int, int, float]] = []
         for lane, offset in zip(lanes, (0, len(lanes[0].columns)), strict=True):
             for phase, at in np.argwhere(lane.phase_count).tolist():
@@ -239,9 +245,9 @@ class Adder:
             d=d,
             n=self.n,
             upto=self.upto,
-            sizes=np.bincount(column, minlength=len(columns)).tolist(),
-            bins=bins.tolist(),
-            counts=dense[column, bins].tolist(),
+            sizes=np.concatenate(sizes).tolist(),
+            bins=np.concatenate([at % BINS for at in filled]).tolist(),
+            counts=np.concatenate([counts[at] for counts, at in zip(dense, filled, strict=True)]).tolist(),
             phases=phases,
             reasons=dict(reasons),
             **whole,

@@ -162,6 +162,17 @@ def test_a_segment_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
     assert compact.compact(folder) == "compacted"
 
 
+def test_a_reader_that_was_there_before_reads_on(tmp_path: Path) -> None:
+    folder = record(tmp_path, 700, end=False)
+    before = everything(tmp_path)
+    (early,) = open_node(tmp_path)
+    assert early.n == 700
+    compact.compact(folder, ended=True)
+    assert (len(early.samples(FAST)), len(early.rollup(60)), early.trouble) == (700, 12, None)
+    assert early.totals()["gpu0.power_w"].count == 700
+    assert everything(tmp_path) == before
+
+
 def test_row_groups_are_read_where_the_window_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "_ROWS", 100)
     folder = record(tmp_path, 1000)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from clustertrain.telemetry.histogram import BINS, Histogram, bins_of
+from clustertrain.telemetry.totals import Total
 
 
 def of(values: list[float]) -> Histogram:
@@ -42,3 +43,14 @@ def test_the_ends_have_bins() -> None:
 def test_of_nothing_there_is_no_quantile_and_of_a_constant_it_is_exact() -> None:
     assert math.isnan(Histogram().quantile(0.5))
     assert of([0.97, 0.97]).quantile(0.5, 0.97, 0.97) == 0.97
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 9.0), (5.0, 5.0), (math.nan, math.nan)])
+def test_totals_merge_their_ends(low: float, high: float) -> None:
+    """Also where one of them has none."""
+    whole = Total(count=1, sum=5.0, low=low, high=high)
+    whole.merge(Total(count=2, sum=6.0, low=2.0, high=4.0, histogram=of([2.0, 4.0])))
+    assert (whole.low, whole.high) == (np.fmin(low, 2.0), np.fmax(high, 4.0))
+    whole.merge(Total())
+    assert (whole.count, whole.sum, whole.histogram.count) == (3, 11.0, 2)
+    assert not math.isnan(whole.low)

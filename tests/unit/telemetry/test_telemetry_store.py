@@ -4,6 +4,8 @@ import errno
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +223,38 @@ def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [s.n for s in open_node(tmp_path)] == [5]
 
 
+_CHILD = """
+import sys
+from pathlib import Path
+from clustertrain.telemetry.store import Writer
+from tests.unit.telemetry.segments import fill, header
+writer = Writer(Path(sys.argv[1]))
+writer.begin(header())
+s = 0
+while True:
+    fill(writer, header(), s, s + 10)
+    s += 10
+    print(s, flush=True)
+"""
+
+
+def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    told = [int(child.stdout.readline()) for _ in range(30)]
+    child.kill()
+    told += [int(line) for line in child.stdout.read().splitlines()]
+    child.wait()
+    child.stdout.close()
+    segment = only(tmp_path)
+    frame = segment.samples(FAST)
+    assert told[-1] <= segment.n <= told[-1] + 10
+    assert frame.t.tolist() == [T0 + s for s in range(segment.n)]
+    assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.n - 1)
+    assert segment.rollup(60).count[:, 0].sum() == segment.n
+    assert (segment.end, segment.trouble) == (None, None)
+
+
 def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
     folder = record(tmp_path / "n1", 30, end=False)
     (folder / totals.NAME).unlink()
@@ -281,11 +315,12 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     record(tmp_path / "n1", 5)
     record(tmp_path / "n2", 5)
 
-    def refuse(self: Path) -> bytes:
+    def refuse(self: Path, *_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     segment = only(tmp_path / "n1")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for how in ("read_bytes", "open"):
+        monkeypatch.setattr(Path, how, refuse)
     assert len(segment.samples(FAST)) == 0
     assert "may not read" in (segment.trouble or "")
     assert "may not read" in (only(tmp_path / "n2").trouble or "")
