@@ -102,7 +102,6 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "stat": stat,
     "energy": energy,
     "duration": terminal.duration,
-    "short": short,
     "ranks": ranks,
 }
 
