@@ -14,9 +14,8 @@ def notes(spec: AlertsSpec, *, share: bool) -> list[str]:
     """``share``: the run's folder is open to the group."""
     found = []
     if spec.command and shutil.which(spec.command[0]) is None:
-        found.append(
-            f"telemetry.alerts.command: no program {spec.command[0]!r} on this host; alerts are sent from the compute nodes"
-        )
+        missing = f"telemetry.alerts.command: no program {spec.command[0]!r} on this host"
+        found.append(f"{missing}; alerts are sent from the compute nodes")
     if not spec.webhook:
         return found
     parts = urlsplit(spec.webhook)
