@@ -8,6 +8,7 @@ a thread and rarely.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from clustertrain.telemetry.store import GpuFacts
 
 GIB = 1 << 30
 LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take
-METRICS_BYTES, EVENTS_BYTES = 32768, 32768
+METRICS_BYTES, EVENTS_BYTES = 16384, 32768
 RECENT_S = 600.0  # the steps that a rate is taken from
 MOST_EVENTS = 50
 NODES_A_SECOND = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
@@ -200,7 +201,7 @@ class _Attempt:
         self._metrics = metrics_file
         self._newest = Newest(attempt.telemetry)
         self._nodes: list[NodeNow] = []
-        self._before: dict[str, Mapping[str, float]] = {}
+        self._table: list[Row] = []
         self._rates: dict[int, tuple[float | None, float | None]] = {}
         self._samples: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._look_again = float("-inf")
@@ -213,9 +214,7 @@ class _Attempt:
         self._read_metrics()
         log = self._read_events()
         expected = (fsio.peek_json(self.dir.record) or {}).get("nodes", ()) if not self._nodes else ()
-        rows = [row for node in self._nodes for row in self._rows_of(node)]
-        steps = [r.step for r in rows if r.step is not None]
-        rows = _behind(rows, max(steps, default=0))
+        steps = [r.step for r in self._table if r.step is not None]
         recent = _recent(self._rows)
         step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
         deadline = fsio.peek_json(self.dir.deadline) if running else None
@@ -224,7 +223,7 @@ class _Attempt:
             attempt=self.dir.n,
             step=step,
             nodes=[_node(n, now, running) for n in self._nodes] + [_silent(str(n), frame) for n in expected],
-            rows=rows,
+            rows=self._table,
             events=_told(log),
             allocation_ends=(deadline or {}).get("end_time"),
             **_pace(recent, log, step, frame.total_steps, now if running else None),
@@ -233,8 +232,11 @@ class _Attempt:
     def _read_nodes(self) -> None:
         if clock.monotonic() < self._look_again:
             return
-        self._nodes = self._newest.read()
-        self._look_again = clock.monotonic() + len(self._nodes) / NODES_A_SECOND
+        nodes = self._newest.read()
+        self._look_again = clock.monotonic() + len(nodes) / NODES_A_SECOND
+        if len(nodes) == len(self._nodes) and all(map(operator.is_, nodes, self._nodes)):
+            return
+        self._nodes = nodes
         for node in self._nodes:
             if node.snapshot is not None:
                 before = self._samples.get(node.node)
@@ -242,6 +244,8 @@ class _Attempt:
                     self._samples[node.node] = node.snapshot.t, node.snapshot.values
                     if before is not None:
                         self._rate(node.snapshot.ranks, before, (node.snapshot.t, node.snapshot.values))
+        rows = [row for node in self._nodes for row in self._rows_of(node)]
+        self._table = _behind(rows, max((r.step for r in rows if r.step is not None), default=0))
 
     def _rate(
         self, ranks: list[int], before: tuple[float, Mapping[str, float]], after: tuple[float, Mapping[str, float]]

@@ -53,14 +53,15 @@ class Notifier:
         self._queue: queue.Queue[Alert | None] = queue.Queue(WAITING)
         self._quiet = threading.Event()
         self._failing: dict[str, str] = {}  # by way: the reason that was told last
-        self._dropped = 0
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def send(self, alerts: Iterable[Alert]) -> None:
-        """Hand over; returns at once but for the line in the events."""
+        """Hand over, from any thread; returns at once but for the line in the events."""
         for alert in alerts:
             if (self._spec.command or self._spec.webhook) and not self._quiet.is_set():
-                self._enqueue(alert)
+                with self._starting:
+                    self._enqueue(alert)
             self._on_event("alert", **_fields(alert))
             print(f"clustertrain agent: {in_words(alert)}", file=sys.stderr, flush=True)
 
@@ -92,7 +93,6 @@ class Notifier:
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            self._dropped += 1
             self._failed("queue", f"more than {WAITING} alerts wait")
 
     def _deliver_all(self) -> None:

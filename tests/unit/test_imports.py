@@ -102,6 +102,8 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["status", "--json"], "clustertrain.launch.look"),
         (["list"], "clustertrain.report.status"),
         (["telemetry"], "clustertrain.telemetry.query"),
+        (["top", "--once"], "clustertrain.report.live"),
+        (["top", "--once", "--json"], "clustertrain.report.live"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
         (["cluster", "list"], "clustertrain.spec.cluster"),
         (["cluster", "detect", "--local", "--dry-run"], "clustertrain.doctor.rates"),

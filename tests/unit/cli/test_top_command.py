@@ -182,13 +182,3 @@ def test_an_unknown_run(env: dict[str, str]) -> None:
     done = subprocess.run([*CLI, "lama"], env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert "no run 'lama'" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_it_imports_no_torch(env: dict[str, str]) -> None:
-    program = (
-        "import sys\nfrom clustertrain.cli.main import cli\n"
-        "cli.main(['top', '--once'], standalone_mode=False)\n"
-        "assert 'clustertrain.report.live' in sys.modules\n"
-        "assert not {'torch', 'submitit', 'jinja2', 'pyarrow'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60, stdout=subprocess.DEVNULL)
