@@ -103,6 +103,7 @@ class Sampler:
         self._values: dict[str, float] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._lost: set[str] = set()
+        self._returned: set[str] = set()
         self._write_failed = False
         self._begin = 0.0
         self._ready = threading.Event()
@@ -155,6 +156,7 @@ class Sampler:
         host, processes = HostReader(), JobProcesses(os.getpid())
         self._open(host)
         self._ready.set()
+        self._flush()  # who looks in the first seconds finds what was allocated
         every = self._intervals
         start = next_slow = clock.monotonic()
         next_flush = start + every.flush_s
@@ -165,6 +167,8 @@ class Sampler:
             now = clock.monotonic()
             if now >= next_slow:
                 self._slow(host, processes, beats)
+                for uuid in self._returned:
+                    self._tell_observers("event", "gpu_back", uuid)
                 next_slow = now + every.slow_s
             if now >= next_flush:
                 self._flush()
@@ -302,12 +306,13 @@ class Sampler:
         uuid, reason = reader.device.uuid, reader.lost
         if reason is not None and uuid not in self._lost:
             self._lost.add(uuid)
+            self._returned.discard(uuid)
             self._event("gpu_lost", uuid=uuid, index=reader.device.index, reason=reason)
             self._tell_observers("event", "gpu_lost", uuid)
         elif reason is None and uuid in self._lost:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
-            self._tell_observers("event", "gpu_back", uuid)
+            self._returned.add(uuid)
             if self._events is not None:
                 self._events.open()
 

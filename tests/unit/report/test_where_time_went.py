@@ -41,7 +41,7 @@ def test_the_ratio_of_the_head_is_the_share_of_the_row() -> None:
     text = shown(Goodput(wall_s=1000.0, productive_s=995.0, queue_s=5.0, ratio=0.995, effective_ratio=1.0))
     share = re.search(r"goodput (\d+)%", text)
     assert share is not None and re.search(rf"productive steps +16m35s +{share[1]}%", text)
-    assert ", 100% of the time with nodes)" in text
+    assert "; 100% of the time with nodes)" in text
 
 
 def test_a_run_that_has_not_begun_shows_nothing_but_its_wall_time() -> None:

@@ -18,8 +18,9 @@ def tell(name: str, **fields: Any) -> None:
 
 
 def main() -> None:
-    quick = Intervals(processes_s=0.05, flush_s=0.02)
-    sampler = Sampler(Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, intervals=quick)
+    quick = Intervals(slow_s=0.05, flush_s=0.02)
+    beats = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    sampler = Sampler(Path(sys.argv[1]), "node-a", os.environ, 0.02, tell, first_rank=4, beats=beats, intervals=quick)
     sampler.start()
     tell("ready", gpus=sampler.gpus, nvml=sampler.nvml_reason)
     sys.stdin.readline()

@@ -94,7 +94,7 @@ def test_a_field_that_failed_is_null_with_its_reason_and_the_notes_stay(run: Run
         "energy_j": "NOT_SUPPORTED: no",
         "sm_clock_mhz": "TIMEOUT: slow (25 of 100 samples)",
     }
-    assert codes(found) == ["gpu_unused", "field_missing"]
+    assert codes(found) == ["gpu_unused", "field_missing", "gpu_hours_wasted"]
 
 
 def test_energy_from_power_where_there_is_no_counter(run: RunDir) -> None:
