@@ -67,7 +67,7 @@ def test_what_a_job_of_eight_gpus_says(width: int) -> None:
         "of 64 cores",
         "p5 p95 max",
         "37%t",
-        "Where the time went (goodput 85%;",
+        "Where the time went (goodput 84%;",
         "!! GPU 1 of n2 was not used: its utilization stayed at 0 [rank 3, GPU-n2-1-5b1]",
         "[rank 4, GPU-n3-0-5b1]",
     ):
