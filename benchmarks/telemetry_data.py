@@ -13,9 +13,10 @@ import numpy.typing as npt
 from clustertrain import fsio
 from clustertrain.run import beat
 from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.telemetry import fields, totals
+from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.store import HEADER, GpuFacts, Header, Writer
+from clustertrain.telemetry.segments import totals
+from clustertrain.telemetry.segments.store import HEADER, GpuFacts, Header, Writer
 
 GIB = 2**30
 Column = npt.NDArray[np.float64]

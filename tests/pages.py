@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from clustertrain.run.goodput import Goodput
-from clustertrain.telemetry.curves import GPU_CURVES, HOST_CURVES, Curves
-from clustertrain.telemetry.grid import Matrix, Table
+from clustertrain.telemetry.analysis.curves import GPU_CURVES, HOST_CURVES, Curves
+from clustertrain.telemetry.analysis.grid import Matrix, Table
 from clustertrain.telemetry.summary import (
     AttemptSummary,
     GpuSummary,

@@ -59,7 +59,7 @@ class Commenter:
 def line_of(run: RunDir) -> str:
     """The line for a run as it is now."""
     # Not at the top: numpy, for a batch process that may never comment.
-    from clustertrain.telemetry.query import summarize
+    from clustertrain.telemetry.analysis.query import summarize
 
     return comment_of(figures_of(run, summarize(run)))
 

@@ -13,12 +13,12 @@ from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.telemetry import TelemetrySpec
-from clustertrain.telemetry import blocks
+from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
 from clustertrain.telemetry.sampler import Intervals, Sampler
+from clustertrain.telemetry.segments import blocks
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.watch import Watch
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
 WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
@@ -152,7 +152,9 @@ class _Exported:
 
 
 def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
-    return proc.start([sys.executable, "-m", "clustertrain.telemetry.compact", *folders], ignore_stop_signals=True)
+    return proc.start(
+        [sys.executable, "-m", "clustertrain.telemetry.segments.compact", *folders], ignore_stop_signals=True
+    )
 
 
 def _worth(folder: Path) -> bool:

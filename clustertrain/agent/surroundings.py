@@ -15,8 +15,8 @@ from clustertrain.node.read import read
 from clustertrain.plan import affinity, fabric, nccl
 from clustertrain.plan.nccl import Setting
 from clustertrain.spec.node import Gpu, NodeFacts
-from clustertrain.telemetry.nvml import NvmlError
-from clustertrain.telemetry.topology import read_gpus
+from clustertrain.telemetry.readers.nvml import NvmlError
+from clustertrain.telemetry.readers.topology import read_gpus
 
 
 class Job(NamedTuple):

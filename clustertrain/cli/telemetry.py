@@ -88,7 +88,7 @@ def telemetry(
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.cli import telemetry_files as files
-    from clustertrain.telemetry.query import Request, summarize
+    from clustertrain.telemetry.analysis.query import Request, summarize
 
     run = find_run(name)
     request = Request(attempt, gpu, since_s, *_state_of(run))
@@ -131,7 +131,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
     A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
     """
-    from clustertrain.telemetry import comparison
+    from clustertrain.telemetry.analysis import comparison
 
     with readable():
         found = comparison.of_runs(find_run(first), find_run(second))

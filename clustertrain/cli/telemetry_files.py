@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from clustertrain.run.folder import RunDir
-    from clustertrain.telemetry.query import Request
+    from clustertrain.telemetry.analysis.query import Request
     from clustertrain.telemetry.summary import Summary
 
 
@@ -24,7 +24,7 @@ def check(html: str | None) -> None:
 def write_page(run: RunDir, summary: Summary, html: str) -> None:
     """Raises ConfigError where it cannot be written."""
     from clustertrain.report.html import write
-    from clustertrain.telemetry.curves import curves
+    from clustertrain.telemetry.analysis.curves import curves
 
     size = write(summary, curves(run, summary), Path(html))
     click.echo(f"{html}: {size / 1e3:,.0f} kB", err=True)
@@ -33,8 +33,8 @@ def write_page(run: RunDir, summary: Summary, html: str) -> None:
 def write_tables(run: RunDir, request: Request, csv: str | None, parquet: str | None) -> None:
     """Raises ConfigError where one cannot be written, UsageError where no GPU fits the request."""
     from clustertrain.cli.progress import Bar
+    from clustertrain.telemetry.analysis.query import chosen_parts
     from clustertrain.telemetry.export import table
-    from clustertrain.telemetry.query import chosen_parts
 
     parts, wanted = chosen_parts(run, request)
     recorded = [table.Part(p.attempt, p.segment) for p in parts if p.segment is not None]

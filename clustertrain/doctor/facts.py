@@ -9,8 +9,8 @@ import msgspec
 from clustertrain.doctor.rates import MARK
 from clustertrain.node.read import read
 from clustertrain.spec.node import NodeFacts
-from clustertrain.telemetry.nvml import NvmlError
-from clustertrain.telemetry.topology import read_gpus
+from clustertrain.telemetry.readers.nvml import NvmlError
+from clustertrain.telemetry.readers.topology import read_gpus
 
 
 def here() -> NodeFacts:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from clustertrain.launch.findings import Findings
 from clustertrain.spec import hardware
-from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
+from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 
 def of_machine() -> Findings:

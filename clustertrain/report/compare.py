@@ -11,7 +11,7 @@ from rich.text import Text
 
 from clustertrain.report import notes, status, terminal
 from clustertrain.report.terminal import Glyphs
-from clustertrain.telemetry.comparison import FIGURES, Comparison, Figure, Side
+from clustertrain.telemetry.analysis.comparison import FIGURES, Comparison, Figure, Side
 from clustertrain.telemetry.summary import Note
 
 WIDE = 76

@@ -25,8 +25,8 @@ from clustertrain.run.events import Event
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.telemetry.fields import column
-from clustertrain.telemetry.newest import Newest, NodeNow
-from clustertrain.telemetry.store import GpuFacts
+from clustertrain.telemetry.segments.newest import Newest, NodeNow
+from clustertrain.telemetry.segments.store import GpuFacts
 
 GIB = 1 << 30
 LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take

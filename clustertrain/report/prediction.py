@@ -9,7 +9,7 @@ from clustertrain.plan.memory import Memory
 from clustertrain.plan.planner import Time
 from clustertrain.run import measured
 from clustertrain.run.folder import RunDir
-from clustertrain.telemetry import peak
+from clustertrain.telemetry.analysis import peak
 
 
 class Pair(msgspec.Struct, frozen=True):

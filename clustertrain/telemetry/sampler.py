@@ -18,14 +18,15 @@ import numpy as np
 
 from clustertrain import clock
 from clustertrain.run import beat
-from clustertrain.telemetry import allocation, fields
-from clustertrain.telemetry.gpu_events import GpuEvents
-from clustertrain.telemetry.host import HostReader
-from clustertrain.telemetry.nvml import Device, Nvml, NvmlError
-from clustertrain.telemetry.processes import JobProcesses
-from clustertrain.telemetry.reading import Backoff, GpuReader
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.readers import allocation
+from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.host import HostReader
+from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
+from clustertrain.telemetry.readers.processes import JobProcesses
+from clustertrain.telemetry.readers.reading import Backoff, GpuReader
+from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store import GpuFacts, Header, Writer
 
 OnEvent = Callable[..., Any]
 NAN = float("nan")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from clustertrain.telemetry.store import GpuFacts
+from clustertrain.telemetry.segments.store import GpuFacts
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import pytest
 from playwright import sync_api
 
 from clustertrain.report import html
-from clustertrain.telemetry.grid import Table
+from clustertrain.telemetry.analysis.grid import Table
 from clustertrain.telemetry.summary import Note
 from tests import pages
 

@@ -15,9 +15,9 @@ import pytest
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.gpu_events import GpuEvents
-from clustertrain.telemetry.nvml import Device, Nvml
-from clustertrain.telemetry.reading import GpuReader
+from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.nvml import Device, Nvml
+from clustertrain.telemetry.readers.reading import GpuReader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

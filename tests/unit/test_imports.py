@@ -101,7 +101,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["status"], "clustertrain.report.status"),
         (["status", "--json"], "clustertrain.launch.look"),
         (["list"], "clustertrain.report.status"),
-        (["telemetry"], "clustertrain.telemetry.query"),
+        (["telemetry"], "clustertrain.telemetry.analysis.query"),
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline"),

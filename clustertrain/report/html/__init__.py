@@ -7,7 +7,7 @@ from pathlib import Path
 from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.report.html import page
-from clustertrain.telemetry.curves import Curves
+from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.summary import Summary
 
 _FIX = "give --html the name of a file in a folder of yours"

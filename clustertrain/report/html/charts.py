@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.telemetry.curves import Curves
-from clustertrain.telemetry.grid import Table
+from clustertrain.telemetry.analysis.curves import Curves
+from clustertrain.telemetry.analysis.grid import Table
 from clustertrain.telemetry.summary import Mark, Summary
 
 _GIB = 1 / (1 << 30)

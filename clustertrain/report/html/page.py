@@ -16,7 +16,7 @@ import msgspec
 from clustertrain.launch import templates
 from clustertrain.report.html import charts, facts
 from clustertrain.report.html.pack import Packer
-from clustertrain.telemetry.curves import Curves
+from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.summary import AttemptSummary, Summary
 
 UPLOT = "1.6.32"

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.feed import Feed, Labels
 from clustertrain.telemetry.export.names import METRICS, PREFIX, Metric
+from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store import GpuFacts
 
 BASE = ("run", "job_id", "attempt", "node")
 LABELS = {"gpu": (*BASE, "gpu", "uuid", "rank"), "host": BASE, "rank": (*BASE, "rank")}

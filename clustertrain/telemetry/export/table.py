@@ -23,8 +23,8 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.series import Frame, Segment
-from clustertrain.telemetry.store import GpuFacts
+from clustertrain.telemetry.segments.series import Frame, Segment
+from clustertrain.telemetry.segments.store import GpuFacts
 
 FIELDS = list(dict.fromkeys(f.name for f in (*fields.GPU, *fields.HOST, *fields.RANK)))
 STDOUT = "-"

@@ -17,7 +17,7 @@ from clustertrain.run import beat
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 
 GIB = 1 << 30
 Change = Callable[[str, int, dict[str, float]], None]

@@ -20,8 +20,8 @@ from clustertrain.errors import ConfigError
 from clustertrain.report import html as report
 from clustertrain.report.html import charts, page
 from clustertrain.report.html.pack import Packer
-from clustertrain.telemetry.curves import Curves
-from clustertrain.telemetry.grid import Table
+from clustertrain.telemetry.analysis.curves import Curves
+from clustertrain.telemetry.analysis.grid import Table
 from clustertrain.telemetry.summary import AttemptSummary, Mark, Note, Summary, Window
 from tests import pages
 

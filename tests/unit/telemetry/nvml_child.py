@@ -18,10 +18,10 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.allocation import find
-from clustertrain.telemetry.gpu_events import GpuEvents
-from clustertrain.telemetry.nvml import Nvml, NvmlError
-from clustertrain.telemetry.reading import GpuReader
+from clustertrain.telemetry.readers.allocation import find
+from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
+from clustertrain.telemetry.readers.reading import GpuReader
 
 
 class Child:

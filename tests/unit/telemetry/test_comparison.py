@@ -11,7 +11,7 @@ from clustertrain import fsio
 from clustertrain.report import compare as report
 from clustertrain.report import terminal
 from clustertrain.run.folder import RunDir
-from clustertrain.telemetry import comparison
+from clustertrain.telemetry.analysis import comparison
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
 

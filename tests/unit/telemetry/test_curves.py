@@ -9,8 +9,8 @@ import pytest
 
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.curves import Curves, curves
-from clustertrain.telemetry.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.analysis.curves import Curves, curves
+from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.summary import (
     AttemptSummary,
     GpuSummary,

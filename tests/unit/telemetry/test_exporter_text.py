@@ -19,8 +19,8 @@ from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.collector import OWN, registry_of, render
 from clustertrain.telemetry.export.feed import STALE_S, Feed
 from clustertrain.telemetry.export.names import METRICS
+from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store import GpuFacts
 from tests.unit.telemetry.snapshots import GIB, LABELS, full, mig_slice, snapshot
 
 Series = tuple[str, frozenset[tuple[str, str]]]

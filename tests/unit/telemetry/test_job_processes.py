@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clustertrain.telemetry.processes import JobProcesses
+from clustertrain.telemetry.readers.processes import JobProcesses
 
 AGENT, TORCHRUN, RANK0, RANK1, WORKER, STRANGER = 10, 15, 20, 21, 30, 99
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

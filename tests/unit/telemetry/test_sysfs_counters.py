@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry import sysfs
+from clustertrain.telemetry.readers import sysfs
 
 
 def tree(root: Path, files: Mapping[str, object]) -> Path:

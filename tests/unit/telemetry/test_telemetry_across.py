@@ -14,13 +14,14 @@ import pytest
 from clustertrain import clock
 from clustertrain.run import beat
 from clustertrain.spec.telemetry import AlertsSpec
-from clustertrain.telemetry import fields, watch
-from clustertrain.telemetry.across import Across
-from clustertrain.telemetry.alert import Alert
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.alerts.across import Across
+from clustertrain.telemetry.alerts.alert import Alert
+from clustertrain.telemetry.alerts.rules import watch
+from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.store import GpuFacts, Header, Writer
-from clustertrain.telemetry.watch import Watch
 
 T0 = 1_790_000_000.0
 Change = Callable[[str, dict[str, float]], None]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry.allocation import allocated, find
-from clustertrain.telemetry.nvml import Device
+from clustertrain.telemetry.readers.allocation import allocated, find
+from clustertrain.telemetry.readers.nvml import Device
 
 
 def node(count: int, *, minors: list[int | None] | None = None) -> list[Device]:

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from clustertrain.telemetry import archive, blocks, compact, rollup, totals
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.series import Segment, open_node
-from clustertrain.telemetry.store import Writer
+from clustertrain.telemetry.segments import archive, blocks, compact, rollup, totals
+from clustertrain.telemetry.segments.series import Segment, open_node
+from clustertrain.telemetry.segments.store import Writer
 from tests.unit.telemetry.segments import T0, fill, header, record, working
 
 
@@ -202,7 +202,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     record(tmp_path / "n2", 20, end=False)
     bad = record(tmp_path / "n3", 20)
     (bad / "header.json").write_text("{")
-    argv = [sys.executable, "-m", "clustertrain.telemetry.compact", "--ended", str(tmp_path)]
+    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stdout.count(": compacted") == 2

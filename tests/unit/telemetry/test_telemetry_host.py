@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from clustertrain.telemetry.host import HOST_FIELDS, HostReader
+from clustertrain.telemetry.readers.host import HOST_FIELDS, HostReader
 
 
 def test_the_figures_of_this_machine() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
-from clustertrain.telemetry.query import Request, summarize
+from clustertrain.telemetry.analysis.query import Request, summarize
 from clustertrain.telemetry.summary import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 

@@ -15,10 +15,10 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.run import beat
-from clustertrain.telemetry import blocks
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
-from clustertrain.telemetry.series import Segment, open_node, overlapping
+from clustertrain.telemetry.segments import blocks
+from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
 from clustertrain.telemetry.snapshot import Snapshot
 from tests.nvml_stub.build import Stub
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clustertrain.telemetry import blocks, rollup, store, totals
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.series import Segment, open_node, overlapping
-from clustertrain.telemetry.store import Header, Writer
+from clustertrain.telemetry.segments import blocks, rollup, store, totals
+from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
+from clustertrain.telemetry.segments.store import Header, Writer
 from tests.unit.telemetry.segments import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
 
@@ -226,7 +226,7 @@ def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 _CHILD = """
 import sys
 from pathlib import Path
-from clustertrain.telemetry.store import Writer
+from clustertrain.telemetry.segments.store import Writer
 from tests.unit.telemetry.segments import fill, header
 writer = Writer(Path(sys.argv[1]))
 writer.begin(header())

@@ -12,8 +12,8 @@ from tests.nvml_stub.build import Stub
 PROGRAM = """
 import json, os
 import msgspec
-from clustertrain.telemetry.nvml import NvmlError
-from clustertrain.telemetry.topology import read_gpus
+from clustertrain.telemetry.readers.nvml import NvmlError
+from clustertrain.telemetry.readers.topology import read_gpus
 try:
     print(json.dumps(msgspec.to_builtins(read_gpus(os.environ))))
 except NvmlError as e:

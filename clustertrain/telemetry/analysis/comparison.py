@@ -1,0 +1,299 @@
+"""Two runs side by side: the shape of ``telemetry compare --json``. Keys are stable, more may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from clustertrain import fsio
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
+from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import PARTS
+from clustertrain.run.spec import load_spec
+from clustertrain.telemetry.analysis.query import summarize
+from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    job_id: str | None
+    state: str | None
+    nodes: int
+    gpus: int
+    gpu_names: list[str]
+    attempts: int
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """``difference`` is b - a and ``ratio`` b / a, None where one is missing; ``missing`` says why, by side. ``better``
+    is ``lower`` or ``higher``, None where neither is, or where the runs had different numbers of GPUs and the figure is
+    of all of them."""
+
+    unit: str
+    a: float | None
+    b: float | None
+    difference: float | None
+    ratio: float | None
+    better: str | None = None
+    missing: dict[str, str] = {}
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """Something that was set or planned otherwise, by its name in ``plan --json`` or in the recipe."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """``figures`` are of whole runs, and of one GPU where they grow with the number of GPUs; ``goodput`` has shares of
+    the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
+
+    a: Side
+    b: Side
+    figures: dict[str, Figure]
+    goodput: dict[str, Figure]
+    settings: list[Setting]
+    only_a: list[Note]
+    only_b: list[Note]
+    unknown: list[str] = []  # whose settings could not be read, and why
+
+
+def of_runs(a: RunDir, b: RunDir) -> Comparison:
+    """Raises what :func:`summarize` raises."""
+    found = of(summarize(a), summarize(b))
+    settings, unknown = [], []
+    for run in (a, b):
+        try:
+            settings.append(settings_of(run))
+        except (ConfigError, ValueError) as e:
+            unknown.append(f"{run.id}: {e}")
+    if unknown:
+        return msgspec.structs.replace(found, unknown=unknown)
+    return msgspec.structs.replace(found, settings=differences(*settings))
+
+
+def of(a: Summary, b: Summary) -> Comparison:
+    """Without the settings, which a summary does not have."""
+    codes = [{n.code for n in s.notes} for s in (a, b)]
+    figures = {name: _figure(rule, a, b) for name, rule in FIGURES.items()}
+    if len(a.gpus) != len(b.gpus):
+        figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in _OF_ALL_GPUS})
+    return Comparison(
+        a=_side(a),
+        b=_side(b),
+        figures=figures,
+        goodput={part: _figure(_share(part), a, b) for part in PARTS},
+        settings=[],
+        only_a=[n for n in a.notes if n.code not in codes[1]],
+        only_b=[n for n in b.notes if n.code not in codes[0]],
+    )
+
+
+def _side(s: Summary) -> Side:
+    names = sorted({g.name for g in s.gpus if g.name})
+    return Side(
+        run=s.run,
+        job_id=s.job_id,
+        state=s.state,
+        nodes=len(s.hosts),
+        gpus=len(s.gpus),
+        gpu_names=names,
+        attempts=len(s.attempts),
+    )
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A figure of a summary, and why it has none; its ``title`` for people."""
+
+    title: str
+    unit: str
+    better: str | None
+    value: Callable[[Summary], float | None]
+    why: Callable[[Summary], str]
+
+
+def _figure(rule: Rule, a: Summary, b: Summary) -> Figure:
+    values = rule.value(a), rule.value(b)
+    missing = {side: rule.why(s) for side, s, v in zip("ab", (a, b), values, strict=True) if v is None}
+    difference = ratio = None
+    if values[0] is not None and values[1] is not None:
+        difference = values[1] - values[0]
+        ratio = values[1] / values[0] if values[0] else None
+    return Figure(
+        unit=rule.unit,
+        a=values[0],
+        b=values[1],
+        difference=difference,
+        ratio=ratio,
+        better=rule.better,
+        missing=missing,
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _of_training(name: str) -> Callable[[Summary], float | None]:
+    def value(s: Summary) -> float | None:
+        found: Any = s.training
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return None if found is None else float(found)
+
+    return value
+
+
+def _no_steps(s: Summary) -> str:
+    if s.training is None or not s.training.steps:
+        return "no step was recorded"
+    return "not known for this model, data or GPU" if s.training.step_s is not None else "its steps told no times"
+
+
+def _mean_of(stats: Callable[[GpuSummary], Stats | None]) -> Callable[[Summary], float | None]:
+    return lambda s: _mean(None if (found := stats(g)) is None else found.mean for g in s.gpus)
+
+
+def _no_gpus(*fields: str) -> Callable[[Summary], str]:
+    """Why a figure of the GPUs is missing."""
+
+    def why(s: Summary) -> str:
+        if not s.gpus:
+            return next((h.nvml for h in s.hosts if h.nvml), "no GPU was recorded")
+        return next((g.nulls[f] for g in s.gpus for f in fields if f in g.nulls), "no sample has it")
+
+    return why
+
+
+def _training_utilization(s: Summary) -> float | None:
+    return _mean(g.phases["train"].utilization for g in s.gpus if "train" in g.phases)
+
+
+def _memory_peak_gib(s: Summary) -> float | None:
+    return max((g.memory_used_gib.max for g in s.gpus if g.memory_used_gib is not None), default=None)
+
+
+def _energy_per_gpu_j(s: Summary) -> float | None:
+    return _mean(g.energy_j for g in s.gpus)
+
+
+def _gpu_hours(s: Summary) -> float | None:
+    return None if s.waste is None else s.waste.gpu_hours
+
+
+def _host_memory_peak_gib(s: Summary) -> float | None:
+    return max((h.processes.rss_gib.max for h in s.hosts if h.processes is not None), default=None)
+
+
+def _goodput_ratio(s: Summary) -> float | None:
+    return None if s.goodput is None else s.goodput.ratio
+
+
+def _no_goodput(s: Summary) -> str:
+    return "no attempt has started"
+
+
+# In the order in which they are shown.
+FIGURES: dict[str, Rule] = {
+    "step_p50_s": Rule("step time", "s", "lower", _of_training("step_s.p50"), _no_steps),
+    "step_p95_s": Rule("step time, p95", "s", "lower", _of_training("step_s.p95"), _no_steps),
+    "tokens_per_s_per_gpu": Rule(
+        "tokens/s a GPU", "tokens/s", "higher", _of_training("tokens_per_s_per_gpu"), _no_steps
+    ),
+    "tokens_per_s": Rule("tokens/s", "tokens/s", "higher", _of_training("tokens_per_s"), _no_steps),
+    "mfu": Rule("MFU", "ratio", "higher", _of_training("mfu"), _no_steps),
+    "joules_per_token": Rule("energy a token", "J", "lower", _of_training("joules_per_token"), _no_steps),
+    "data_wait_share": Rule("waiting on data", "ratio", "lower", _of_training("data_wait_share"), _no_steps),
+    "steps": Rule("steps", "steps", None, _of_training("steps"), _no_steps),
+    "loss": Rule("loss", "", "lower", _of_training("loss"), _no_steps),
+    "utilization": Rule(
+        "GPU utilization", "ratio", "higher", _mean_of(lambda g: g.utilization), _no_gpus("utilization")
+    ),
+    "utilization_training": Rule(
+        "while training", "ratio", "higher", _training_utilization, lambda s: "no rank told its phases"
+    ),
+    "sm_activity": Rule("SM activity", "ratio", "higher", _mean_of(lambda g: g.sm_activity), _no_gpus("sm_activity")),
+    "tensor_activity": Rule(
+        "tensor activity", "ratio", "higher", _mean_of(lambda g: g.tensor_activity), _no_gpus("tensor_activity")
+    ),
+    "power_w": Rule("power a GPU", "W", None, _mean_of(lambda g: g.power_w), _no_gpus("power_w")),
+    "energy_per_gpu_j": Rule("energy a GPU", "J", None, _energy_per_gpu_j, _no_gpus("energy_j", "power_w")),
+    "sm_clock_mhz": Rule("SM clock", "MHz", None, _mean_of(lambda g: g.sm_clock_mhz), _no_gpus("sm_clock_mhz")),
+    "memory_peak_gib": Rule("GPU memory, peak", "GiB", None, _memory_peak_gib, _no_gpus("memory_used_gib")),
+    "host_memory_peak_gib": Rule(
+        "host memory, peak", "GiB", None, _host_memory_peak_gib, lambda s: "no process was recorded"
+    ),
+    "gpu_hours": Rule("GPU-hours", "h", None, _gpu_hours, _no_goodput),
+    "goodput": Rule("goodput", "ratio", "higher", _goodput_ratio, _no_goodput),
+}
+
+# More GPUs make these better or worse by themselves.
+_OF_ALL_GPUS = ("step_p50_s", "step_p95_s", "tokens_per_s")
+
+
+def _share(part: str) -> Rule:
+    def value(s: Summary) -> float | None:
+        return getattr(s.goodput, part) / s.goodput.wall_s if s.goodput is not None and s.goodput.wall_s else None
+
+    return Rule(part, "ratio", "higher" if part == "productive_s" else "lower", value, _no_goodput)
+
+
+_PLANNED = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
+# What is set to choose a plan, not what came of it; where and how a run is kept and watched; and its name.
+_LEFT_OUT = ("recipe.telemetry.", "recipe.rehearsal.", "recipe.parallel.", "job.", "script.cwd", "version", "env.")
+_REPLACED = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")  # by the plan's
+_OF_JOB = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
+
+
+def settings_of(run: RunDir) -> dict[str, Any]:
+    """What was planned and set, by dotted names; of environment variables the names alone, as they may be secrets.
+
+    Raises:
+        ConfigError: ``spec.toml`` does not read.
+        ValueError: ``plan.json`` does not.
+    """
+    plan = fsio.read_json(run.plan) or {}
+    found = _flat({name: plan[name] for name in _PLANNED if name in plan})
+    layout = plan.get("layout")
+    if layout:
+        found["layout"] = _words(layout)
+        found.update({f"layout.{k}": v for k, v in layout.items() if k in _LAYOUT_KEYS})
+    spec: dict[str, Any] = msgspec.to_builtins(load_spec(run))
+    for name, value in _flat(spec).items():
+        replaced = name in _REPLACED and bool(plan)
+        if name in _OF_JOB or not (name.startswith(_LEFT_OUT) or replaced):
+            found[name] = value
+    found["env"] = sorted(spec.get("env") or {})
+    return found
+
+
+_LAYOUT_KEYS = ("activation_checkpointing", "reshard_after_forward", "offload", "virtual_stages")
+
+
+def _words(layout: dict[str, Any]) -> Any:
+    try:
+        return msgspec.convert(layout, Layout).words()
+    except msgspec.ValidationError:  # of another version
+        return layout
+
+
+def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{above}{name}."))
+        else:
+            found[f"{above}{name}"] = value
+    return found
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
+    """What the two do not share; a setting that one of them does not have is None there."""
+    names = list(dict.fromkeys([*a, *b]))
+    return [Setting(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]

@@ -1,0 +1,260 @@
+"""A run's telemetry as curves over time for the HTML page: means in equal steps, few enough to be sent along.
+
+Which GPUs have curves of their own is bounded; :attr:`Curves.choice` says in words which, for the page to show.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.analysis.grid import Grid, Matrix, Piece, Sums, Table, pieces
+from clustertrain.telemetry.segments import series
+from clustertrain.telemetry.segments.series import Segment
+from clustertrain.telemetry.summary import Summary
+
+# A curve's name and the fields it is the sum of; of counters it is the rate per second.
+GPU_CURVES: dict[str, tuple[str, ...]] = {
+    "utilization": ("utilization",),
+    "sm_activity": ("sm_activity",),
+    "tensor_activity": ("tensor_activity",),
+    "dram_activity": ("dram_activity",),
+    "memory_used_bytes": ("memory_used_bytes",),
+    "power_w": ("power_w",),
+    "temperature_c": ("temperature_c",),
+    "sm_clock_mhz": ("sm_clock_mhz",),
+    "pcie_bytes_per_s": ("pcie_tx_bytes", "pcie_rx_bytes"),
+    "nvlink_bytes_per_s": ("nvlink_tx_bytes", "nvlink_rx_bytes"),
+}
+HOST_CURVES: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "memory_used_bytes": ("memory_used_bytes",),
+    "job_memory_bytes": ("job_memory_bytes",),
+    "network_bytes_per_s": ("network_rx_bytes", "network_tx_bytes"),
+    "infiniband_bytes_per_s": ("infiniband_rx_bytes", "infiniband_tx_bytes"),
+    "disk_bytes_per_s": ("disk_read_bytes", "disk_write_bytes"),
+}
+TRAINING_CURVES = ("step_s", "tokens_per_s", "data_wait_s", "loss", "grad_norm")
+# What the heat map can show where not every GPU has curves of its own.
+HEAT_CURVES = ("utilization", "power_w", "temperature_c", "memory_used_bytes", "sm_clock_mhz")
+
+_POINTS = 1500  # of one curve
+_CELLS = 500_000  # values of all single GPUs' curves together, about a byte each on the page
+_MOST_ROWS = 64  # GPUs, and nodes, that have curves of their own
+_FINE, _COARSE = 60, 900  # s, the steps of the roll-ups
+_ENOUGH = 240  # points that a roll-up has to give, to be taken in place of the samples
+_MOST_SAMPLES = 500_000  # GPU-seconds of which the samples are read; more take seconds
+_WORST = {"critical": 0, "warning": 1, "info": 2}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Rows of ``gpus`` are the GPUs of the summary numbered in ``chosen``; ``heat`` has all of them, in fewer steps
+    where ``chosen`` has not. Rows of ``overall`` are the mean, the lowest and the highest GPU; of ``nodes`` (means of
+    a node's GPUs) and ``hosts`` the nodes of ``node_names``; ``training`` has one row.
+
+    ``source`` says in words what a point is, ``choice`` which GPUs and nodes have curves of their own (None: all).
+    """
+
+    gpus: Table
+    chosen: list[int]
+    heat: Table
+    overall: Table
+    nodes: Table
+    hosts: Table
+    node_names: list[str]
+    training: Table
+    source: str
+    choice: str | None
+
+
+def curves(run: RunDir, summary: Summary) -> Curves:
+    """The curves of what ``summary`` covers: its window, attempts and GPUs. A file that this user may not read is left
+    out, which ``summary.unreadable`` tells."""
+    chosen, names = _choose_gpus(summary), _node_names(summary)
+    nodes = _choose_nodes(summary, names, chosen)
+    plan = _Plan.of(summary, len(chosen))
+    gpus, hosts = Sums(plan.gpu_grid, len(summary.gpus)), Sums(plan.host_grid, len(names))
+    row_of = {(g.node, g.uuid): i for i, g in enumerate(summary.gpus)}
+    for node, segment in _segments(run, summary, names):
+        here = {f"gpu{i}": row_of.get((node, facts.uuid)) for i, facts in enumerate(segment.header.gpus)}
+        kept = {device: row for device, row in here.items() if row is not None}
+        of_gpus, of_host = plan.read(segment, _columns(kept, GPU_CURVES), _columns(["host"], HOST_CURVES))
+        for device, row in kept.items():
+            gpus.add(row, of_gpus, device, GPU_CURVES)
+        hosts.add(names.index(node), of_host, "host", HOST_CURVES)
+    every = gpus.table()
+    return Curves(
+        gpus=every.rows(chosen),
+        chosen=chosen,
+        heat=every if len(chosen) == len(summary.gpus) else _heat(gpus),
+        overall=_pooled(every, lambda m: [_mean(m), _low(m), _high(m)]),
+        nodes=_pooled(every, lambda m: [_mean(m[rows]) for rows in _rows_of(summary, nodes)]),
+        hosts=hosts.table().rows([names.index(n) for n in nodes]),
+        node_names=nodes,
+        training=_training(run, summary, plan.gpu_grid),
+        source=plan.words,
+        choice=_words(summary, chosen, names, nodes),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The grids, and the steps of the roll-ups that are read for them."""
+
+    gpu_grid: Grid
+    host_grid: Grid
+    gpu_s: float
+    host_s: float
+
+    @staticmethod
+    def of(summary: Summary, rows: int) -> _Plan:
+        start, end = summary.window.start, summary.window.end
+        if start is None or end is None:
+            return _Plan(Grid(0.0, 1.0, 0), Grid(0.0, 1.0, 0), _COARSE, _COARSE)
+        span = max(end - start, 1.0)
+        step = span / min(_POINTS, max(_CELLS // max(1, rows * len(GPU_CURVES)), _ENOUGH))
+        if span / _FINE < _ENOUGH and span * max(1, len(summary.gpus)) <= _MOST_SAMPLES:
+            # Two samples a point, so that none is empty because a sample came a little late; hosts are read every 10 s.
+            gpu, host = Grid.over(start, span, max(step, 2.0)), Grid.over(start, span, max(step, 20.0))
+            return _Plan(gpu, host, gpu.step_s, host.step_s)
+        rollup = _FINE if span / _COARSE < 2 * _ENOUGH else _COARSE
+        grid = Grid.over(start, span, max(step, rollup))
+        return _Plan(grid, grid, rollup, rollup)
+
+    def read(
+        self, segment: Segment, gpu: Sequence[str], host: Sequence[str]
+    ) -> tuple[Mapping[str, Piece], Mapping[str, Piece]]:
+        """Both kinds of columns, in one go where they are of one roll-up."""
+        if self.gpu_s == self.host_s:
+            both = pieces(segment, [*gpu, *host], self.gpu_s)
+            return both, both
+        return pieces(segment, gpu, self.gpu_s), pieces(segment, host, self.host_s)
+
+    @property
+    def words(self) -> str:
+        step = self.gpu_grid.step_s
+        return f"Each point is the mean of {f'{step / 60:g} min' if step >= 60 else f'{step:g} s'}."
+
+
+def _columns(devices: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> list[str]:
+    return [fields.column(d, f) for d in devices for parts in wanted.values() for f in parts]
+
+
+def _segments(run: RunDir, summary: Summary, names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
+    for attempt in summary.attempts:
+        for node in names:
+            for segment in series.open_node(run.attempt(attempt.n).telemetry / node):
+                yield node, segment
+
+
+def _node_names(summary: Summary) -> list[str]:
+    return list(dict.fromkeys([h.node for h in summary.hosts] + [g.node for g in summary.gpus]))
+
+
+def _choose_gpus(summary: Summary) -> list[int]:
+    """All; where they are too many those that notes name, the worst note first, then the least used ones."""
+    gpus = summary.gpus
+    if len(gpus) <= _MOST_ROWS:
+        return list(range(len(gpus)))
+    severity: dict[str, int] = {}
+    for note in summary.notes:
+        if note.uuid is not None:
+            rank = _WORST.get(note.severity, len(_WORST))
+            severity[note.uuid] = min(rank, severity.get(note.uuid, rank))
+
+    def order(i: int) -> tuple[int, float, int]:
+        use = gpus[i].utilization
+        return severity.get(gpus[i].uuid, len(_WORST) + 1), -1.0 if use is None else use.mean, i
+
+    return sorted(sorted(range(len(gpus)), key=order)[:_MOST_ROWS])
+
+
+def _choose_nodes(summary: Summary, names: list[str], chosen: Sequence[int]) -> list[str]:
+    """All; where they are too many those of the chosen GPUs first."""
+    if len(names) <= _MOST_ROWS:
+        return names
+    first = dict.fromkeys([summary.gpus[i].node for i in chosen] + names)
+    kept = set(list(first)[:_MOST_ROWS])
+    return [n for n in names if n in kept]
+
+
+def _words(summary: Summary, chosen: Sequence[int], names: Sequence[str], nodes: Sequence[str]) -> str | None:
+    parts = []
+    if len(chosen) < len(summary.gpus):
+        parts.append(
+            f"{len(chosen)} of {len(summary.gpus)} GPUs have curves of their own: those that notes name, then those "
+            "with the lowest mean utilization. The heat map, the table and the curves of the whole job are of all."
+        )
+    if len(nodes) < len(names):
+        parts.append(f"{len(nodes)} of {len(names)} nodes have curves of their own, those of these GPUs first.")
+    return " ".join(parts) or None
+
+
+def _heat(gpus: Sums) -> Table:
+    """All GPUs, in so few steps that the page stays small."""
+    most = max(1, _CELLS * 2 // (gpus.rows * len(HEAT_CURVES)))
+    return gpus.table(HEAT_CURVES, together=max(1, math.ceil(gpus.grid.points / most)))
+
+
+def _pooled(table: Table, pool: Callable[[Matrix], list[Matrix]]) -> Table:
+    values = {name: np.array(pool(m)) for name, m in table.values.items()}
+    return Table(table.start, table.step_s, table.points, values)
+
+
+def _rows_of(summary: Summary, nodes: Sequence[str]) -> list[list[int]]:
+    return [[i for i, g in enumerate(summary.gpus) if g.node == node] for node in nodes]
+
+
+def _over_rows(matrix: Matrix, how: Callable[..., Matrix]) -> Matrix:
+    """``how`` over the rows that have a value; NaN where none has."""
+    if not len(matrix):
+        return np.full(matrix.shape[1], np.nan)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN", RuntimeWarning)
+        return how(matrix, axis=0)
+
+
+def _mean(matrix: Matrix) -> Matrix:
+    return _over_rows(matrix, np.nanmean)
+
+
+def _low(matrix: Matrix) -> Matrix:
+    return _over_rows(matrix, np.nanmin)
+
+
+def _high(matrix: Matrix) -> Matrix:
+    return _over_rows(matrix, np.nanmax)
+
+
+def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
+    """Of the rows that rank 0 logged in all attempts, repeated steps included."""
+    logs = []
+    for attempt in summary.attempts:
+        try:
+            logs.append([r for r in fsio.read_lines(run.metrics_of(attempt.n)) if _is_number(r.get("t"))])
+        except OSError:
+            continue
+    rows = [r for log in logs for r in log]
+    t = np.array([r["t"] for r in rows], dtype=np.float64)
+    apart = np.concatenate([np.diff([r["t"] for r in log]) for log in logs] or [np.empty(0)])
+    if len(apart) and grid.points:
+        # A step may take longer than a point of the GPUs' curves, and a line of lone points is none.
+        span = grid.points * grid.step_s
+        grid = Grid.over(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(apart))), span))
+    sums = Sums(grid, 1)
+    for name in TRAINING_CURVES:
+        values = [r[name] if _is_number(r.get(name)) else math.nan for r in rows]
+        sums.put(0, name, Piece(t, np.array(values, dtype=np.float64), np.ones(len(t))))
+    return sums.table()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,136 @@
+"""Which nodes recorded telemetry in an attempt, and while which time they should have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from clustertrain.run import events
+from clustertrain.run.folder import AttemptDir
+from clustertrain.telemetry.fields import FAST, SLOW, Pace
+from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
+from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.segments.totals import Adder, Total, totals_of
+from clustertrain.telemetry.summary import Window
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up.
+
+    ``segment`` is None where the agent came up and no file is there. ``since``: only what was sampled from there on.
+    """
+
+    attempt: int
+    node: str
+    gpus: list[GpuFacts]
+    start: float
+    until: float
+    interval_s: float = 1.0
+    segment: Segment | None = None
+    since: float | None = None
+    agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
+
+    @property
+    def trouble(self) -> str | None:
+        """What of it could not be read, and why; known once it was tried."""
+        return None if self.segment is None else self.segment.trouble
+
+    @property
+    def expected(self) -> int:
+        return int((self.until - self.start) / self.interval_s + 1e-6) + 1
+
+    @property
+    def received(self) -> int:
+        return self.rows(FAST)
+
+    @cached_property
+    def totals(self) -> Mapping[str, Total]:
+        """By column."""
+        if self.segment is None:
+            return {}
+        return self.segment.totals() if self.since is None else self._totals_since(self.segment, self.since)
+
+    def _totals_since(self, segment: Segment, since: float) -> Mapping[str, Total]:
+        adder = Adder(segment.header)
+        for pace, columns in segment.header.paces().items():
+            frame = segment.samples(pace, since=since)
+            rows = np.column_stack([frame.values[c] for c in columns]) if columns else np.empty((len(frame.t), 0))
+            adder.add(pace, frame.t - segment.header.t, rows)
+        return totals_of(adder.sums(0.0, {}))
+
+    @cached_property
+    def _rows(self) -> dict[Pace, int]:
+        if self.segment is None:
+            return {FAST: 0, SLOW: 0}
+        slow = max((self.totals[c].count for c in self.segment.header.slow if c in self.totals), default=0)
+        if self.since is None:
+            return {FAST: self.segment.n, SLOW: slow}
+        return {FAST: len(self.segment.samples(FAST, columns=(), since=self.since).t), SLOW: slow}
+
+    def rows(self, pace: Pace) -> int:
+        """How many samples there are of the pace."""
+        return self._rows[pace]
+
+
+def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
+    """All parts of an attempt, given its events; also of nodes whose agent came up and left no file."""
+    found = []
+    last_word = max((float(e["t"]) for e in log), default=0.0)
+    agents = {str(e["node"]): e for e in events.named(log, "agent_started") if "node" in e}
+    ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
+    for node in sorted(_on_disk(attempt) | agents.keys()):
+        segments = open_node(attempt.telemetry / node)
+        readable, at_once = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
+        for one in readable:
+            until = one.newest_t or one.header.t
+            if one is readable[-1]:
+                until = max(until, ended.get(node, 0.0))
+            began, interval_s = one.header.t, one.header.interval_s
+            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=at_once))
+        if not readable and node in agents:
+            start = float(agents[node]["t"])
+            until = max(start, ended.get(node, last_word))
+            found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
+    return found
+
+
+def _one_at_a_time(segments: list[Segment]) -> tuple[list[Segment], int]:
+    """Without those that a second agent of the node wrote while the first did; how many wrote at once."""
+    second = {id(later) for _, later in overlapping(segments)}
+    return [s for s in segments if id(s) not in second], 1 + bool(second)
+
+
+def unreadable(attempt: AttemptDir) -> list[str]:
+    """Segments that cannot even be opened, each with the reason."""
+    folders = [attempt.telemetry / node for node in sorted(_on_disk(attempt))]
+    return [s.trouble for folder in folders for s in open_node(folder) if s.trouble and math.isnan(s.header.t)]
+
+
+def _on_disk(attempt: AttemptDir) -> set[str]:
+    try:
+        return {p.name for p in attempt.telemetry.iterdir() if p.is_dir()}
+    except FileNotFoundError:
+        return set()
+
+
+def _from_event(event: events.Event) -> list[GpuFacts]:
+    try:
+        return msgspec.convert(event.get("gpus") or [], list[GpuFacts])
+    except msgspec.ValidationError:
+        return []
+
+
+def since(parts: list[Part], since_s: float) -> list[Part]:
+    """Only the last ``since_s`` seconds before the newest sample."""
+    cut = max((p.until for p in parts), default=0.0) - since_s
+    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut]
+
+
+def window_of(parts: Sequence[Part]) -> Window:
+    return Window(min((p.start for p in parts), default=None), max((p.until for p in parts), default=None))

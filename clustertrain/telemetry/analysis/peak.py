@@ -1,0 +1,43 @@
+"""How full the GPUs of a run were, from the totals of its nodes: ``status`` reads no samples and imports no numpy."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from clustertrain.run.folder import AttemptDir
+
+_GIB = 1 << 30
+
+
+class _Sums(msgspec.Struct):
+    """Of :class:`clustertrain.telemetry.segments.totals.Sums` what is needed."""
+
+    columns: list[str]
+    high: list[float | None]
+
+
+def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
+    """The most that NVML saw in use on any GPU, in the newest attempt that tells; at most a minute old.
+
+    It counts what torch's allocator keeps in reserve, the CUDA context, NCCL's buffers, and whoever else uses the GPU.
+    """
+    for attempt in reversed(attempts):
+        files = sorted(attempt.telemetry.glob("*/*/totals.json.gz"))
+        used = [u for path in files for u in _used_bytes(path)]
+        if used:
+            return max(used) / _GIB
+    return None
+
+
+def _used_bytes(path: Path) -> list[float]:
+    try:
+        sums = msgspec.json.decode(gzip.decompress(path.read_bytes()), type=_Sums)
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError):  # being written, damaged, or another user's
+        return []
+    pairs = zip(sums.columns, sums.high, strict=False)
+    return [v for c, v in pairs if v is not None and c.startswith("gpu") and c.endswith(".memory_used_bytes")]

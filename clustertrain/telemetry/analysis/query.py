@@ -1,0 +1,256 @@
+"""What a run's telemetry adds up to: totals of all nodes and attempts, pooled by GPU and by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from clustertrain import clock, fsio
+from clustertrain.errors import ClusterTrainError, NotFound, UsageError
+from clustertrain.plan.layout import Layout
+from clustertrain.run import attempts, events, state
+from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.spec import load_spec
+from clustertrain.telemetry import marks, notes
+from clustertrain.telemetry.analysis import pooled
+from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of
+from clustertrain.telemetry.analysis.pooled import Piece
+from clustertrain.telemetry.analysis.timeline import timelines
+from clustertrain.telemetry.analysis.training import training_of
+from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.summary import (
+    AttemptSummary,
+    GpuSummary,
+    HostSummary,
+    Summary,
+    Waste,
+    Xid,
+)
+
+CLOCK_STEP_S = 1.0  # what is less is the time service at work
+
+
+class Request(NamedTuple):
+    """What of a run is wanted.
+
+    ``attempt``: None for all. ``gpu``: only GPUs that fit, a UUID or its beginning, an index, or ``node:index``.
+    ``since_s``: only the last so many seconds of what was recorded. ``state`` and ``goodput``: what is known of the run
+    with the scheduler's help; None: its own files decide.
+    """
+
+    attempt: int | None = None
+    gpu: str | None = None
+    since_s: float | None = None
+    state: str | None = None
+    goodput: Goodput | None = None
+
+
+def chosen_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
+    """Raises NotFound where there is no such attempt."""
+    chosen = [a for a in run.attempts() if attempt in (None, a.n)]
+    if attempt is not None and not chosen:
+        known = ", ".join(str(a.n) for a in run.attempts()) or "none"
+        raise NotFound(f"run {run.id} has no attempt {attempt}", fix=f"attempts so far: {known}")
+    return chosen
+
+
+def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[str, GpuFacts], bool] | None]:
+    """What fits a request, and which of its GPUs do (None: all).
+
+    Raises:
+        NotFound, UsageError: as :func:`summarize`.
+    """
+    parts = [p for a in chosen_attempts(run, request.attempt) for p in of_attempt(a, events.of_attempt(a))]
+    if request.since_s is not None:
+        parts = since(parts, request.since_s)
+    if request.gpu is None:
+        return parts, None
+    pieces = _pieces(parts)
+    fitting = {key for key, found in pieces.items() if _fits(request.gpu, key, found)}
+    if not fitting:
+        raise UsageError(f"--gpu {request.gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
+    return parts, lambda node, facts: (node, facts.uuid) in fitting
+
+
+ALL = Request()
+
+
+def summarize(run: RunDir, request: Request = ALL) -> Summary:
+    """The per-job report, over all attempts or one of them.
+
+    Raises:
+        NotFound: there is no such attempt.
+        UsageError: no GPU fits.
+    """
+    attempt, gpu, since_s, now_state, goodput = request
+    chosen = chosen_attempts(run, attempt)
+    logs = {a.n: events.of_attempt(a) for a in chosen}
+    parts = [p for a in chosen for p in of_attempt(a, logs[a.n])]
+    if since_s is not None:
+        parts = since(parts, since_s)
+    window = window_of(parts)
+    pieces = _pieces(parts)
+    xids = _xids(logs)
+    lines = timelines(parts, window)
+    chosen_gpus = {key: found for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)}
+    gpus = [pooled.gpu(key, found, lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()]
+    if gpu is not None and not gpus:
+        raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
+    steps = _clock_steps(logs)
+    by_node = _grouped(parts, lambda p: p.node)
+    hosts = [pooled.host(node, found, steps.get(node, [])) for node, found in by_node.items()]
+    if gpu is not None:
+        hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
+    history = attempts.read_all(run)
+    plan = _planned(run)
+    if goodput is None:
+        goodput = ledger(run, history, clock.now(), state.settled(history))
+    energy = [g.energy_j for g in gpus if g.energy_j is not None]
+    summary = Summary(
+        run=run.id,
+        job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
+        window=window,
+        coverage=_coverage(gpus, hosts),
+        attempts=[_attempt(run, a, [p for p in parts if p.attempt == a.n], logs[a.n]) for a in chosen],
+        gpus=sorted(gpus, key=lambda g: (g.node, g.index is None, g.index or 0, g.uuid)),
+        hosts=sorted(hosts, key=lambda h: h.node),
+        notes=[],
+        state=now_state or (history[-1].ending if history and history[-1].ending else None),
+        user=_owner(run),
+        layout=plan.words,
+        device=plan.device,
+        enabled=_enabled(run),
+        ranks=pooled.ranks(parts),
+        training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
+        goodput=goodput if attempt is None and since_s is None else None,
+        waste=_waste(gpus, parts, goodput),
+        unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
+    )
+    return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
+
+
+def _owner(run: RunDir) -> str | None:
+    try:
+        return run.path.owner()
+    except (OSError, KeyError):  # a user that this machine does not know
+        return None
+
+
+class _Planned(NamedTuple):
+    words: str | None = None
+    device: str | None = None
+
+
+def _planned(run: RunDir) -> _Planned:
+    try:
+        plan = fsio.read_json(run.plan) or {}
+        return _Planned(msgspec.convert(plan.get("layout"), Layout).words(), plan.get("device"))
+    except (OSError, ValueError, msgspec.ValidationError):  # missing, or of another version
+        return _Planned()
+
+
+def _enabled(run: RunDir) -> bool:
+    try:
+        return load_spec(run).recipe.telemetry.enabled
+    except (OSError, ClusterTrainError):
+        return True
+
+
+def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
+    """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
+    found: dict[str, list[float]] = {}
+    offsets: dict[tuple[str, int], float] = {}
+    for log in logs.values():
+        for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
+            if e.get("mono") is None or e.get("host") is None:
+                continue
+            of = str(e["host"]), int(e.get("pid", 0))
+            offset = float(e["t"]) - float(e["mono"])
+            if of in offsets and abs(offset - offsets[of]) >= CLOCK_STEP_S:
+                found.setdefault(of[0], []).append(round(offset - offsets[of], 3))
+            offsets[of] = offset
+    return found
+
+
+def _attempt(run: RunDir, attempt: AttemptDir, parts: list[Part], log: list[events.Event]) -> AttemptSummary:
+    known = attempts.read_one(run, attempt)
+    return AttemptSummary(
+        attempt.n,
+        known.job_id or None,
+        window_of(parts),
+        sorted({p.node for p in parts}),
+        known.start,
+        known.end,
+        known.ending,
+        marks.of_events(log),
+    )
+
+
+def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _pieces(parts: list[Part]) -> dict[tuple[str, str], list[Piece]]:
+    found = [Piece(p, facts, f"gpu{i}") for p in parts for i, facts in enumerate(p.gpus)]
+    return _grouped(found, lambda p: (p.part.node, p.facts.uuid))
+
+
+def _fits(wanted: str, key: tuple[str, str], pieces: list[Piece]) -> bool:
+    node, uuid = key
+    where, colon, number = wanted.rpartition(":")
+    if number.isdigit() and (not colon or where == node):
+        return pieces[-1].facts.index == int(number)
+    return not wanted.isdigit() and uuid.lower().startswith(wanted.lower())
+
+
+def _known(pieces: dict[tuple[str, str], list[Piece]]) -> str:
+    names = [f"{node}:{found[-1].facts.index} ({uuid})" for (node, uuid), found in pieces.items()]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ("give one of " + ", ".join(names[:8]) + more) if names else "the run recorded no GPU at all"
+
+
+def _xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[Xid]]:
+    """By the GPU's UUID."""
+    found: dict[str, list[Xid]] = {}
+    for log in logs.values():
+        for e in events.named(log, "gpu_event"):
+            if e.get("xid") is not None and e.get("uuid"):
+                found.setdefault(str(e["uuid"]), []).append(Xid(float(e["t"]), int(e["xid"])))
+    return found
+
+
+def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
+    """Over GPUs where there are any, since a lost one is what it must show; over hosts else."""
+    with_gpu = {g.node for g in gpus}
+    counted = [(g.samples, g.expected) for g in gpus]
+    counted += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
+    expected = sum(e for _, e in counted)
+    return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
+
+
+def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) -> Waste | None:
+    """An unused GPU is lost whole; the others lose what the ledger has beside productive steps, without the queue."""
+    if not gpus:
+        return None
+    held = {(g.node, g.uuid): 0.0 for g in gpus}
+    for part in parts:
+        for facts in part.gpus:
+            if (part.node, facts.uuid) in held:
+                held[part.node, facts.uuid] += max(0.0, part.until - part.start) / 3600
+    unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
+    used = sum(held.values()) - unused
+    running_s = goodput.wall_s - goodput.queue_s
+    causes = {"idle_gpus": unused}
+    for name in ("startup_s", "restore_s", "repeated_s", "checkpoint_stall_s", "evaluation_s", "shutdown_s", "lost_s"):
+        share = getattr(goodput, name) / running_s if running_s > 0 else 0.0
+        causes[name.removesuffix("_s")] = used * min(1.0, share)
+    causes = {name: round(hours, 4) for name, hours in causes.items() if hours > 0}
+    return Waste(
+        gpu_hours=round(sum(held.values()), 4), wasted_gpu_hours=round(sum(causes.values()), 4), by_cause=causes
+    )

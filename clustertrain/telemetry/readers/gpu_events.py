@@ -1,0 +1,150 @@
+"""Errors that the driver tells as they happen: XIDs and ECC errors.
+
+They are asked for in the sampler's own thread, without waiting: NVML then only looks whether something is queued, so a
+thread of its own, which would have to be ended while it waits inside the driver, gains nothing but a better time than
+that of the tick. The queue keeps what comes between two ticks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from clustertrain import clock
+from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
+
+Kind = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
+
+# nvmlEventType*
+_KINDS: dict[int, Kind] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
+_WANTED = 0x1 | 0x2 | 0x8
+_LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
+_WHOLE_GPU = 0xFFFFFFFF  # as the number of a GPU instance: the event is not of a MIG slice
+_MOST_AT_ONCE = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
+
+
+class GpuEvent(msgspec.Struct, frozen=True):
+    """``count`` occurrences on the device ``uuid`` since the last time; ``t`` (UTC epoch s) is when they were read, at
+    most a tick later. ``xid`` is the number, None of ECC errors."""
+
+    t: float
+    uuid: str
+    kind: Kind
+    xid: int | None
+    count: int
+
+
+class GpuEvents:
+    """The events of the job's devices; those of a board that has been split come to the slices that they concern.
+
+    ``reasons`` says for each device that tells none why.
+    """
+
+    def __init__(self, nvml: Nvml, devices: Sequence[Device], now: Callable[[], float] = clock.now) -> None:
+        self._nvml = nvml
+        self._devices = [d for d in devices if d.reason is None]
+        self._now = now
+        self._set: Any = None
+        self._boards: dict[int, str] = {}
+        self._slices: dict[str, list[tuple[int | None, str]]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def open(self) -> None:
+        """Begin to listen, anew where it did already: after NVML was opened again, or a device was lost or has come
+        back. Events until then are gone."""
+        self._listen(set())
+
+    def _listen(self, lost: set[str]) -> None:
+        """To all boards but the lost ones."""
+        self._release()
+        self.reasons = {}
+        try:
+            self._set = self._nvml.call("nvmlEventSetCreate")
+        except NvmlError as e:
+            self.reasons = {d.uuid: e.reason for d in self._devices}
+            return
+        self._nvml.before_close(self._release)
+        for board in dict.fromkeys(d.parent or d.uuid for d in self._devices):
+            try:
+                if board in lost:
+                    raise NvmlError("GPU_IS_LOST")
+                self._register(board)
+            except NvmlError as e:
+                self.reasons |= {d.uuid: e.reason for d in self._devices if board in (d.uuid, d.parent)}
+
+    def poll(self) -> list[GpuEvent]:
+        """What has happened since the last time. A board that cannot be asked any more stops being listened to."""
+        counts: dict[tuple[str, Kind, int | None], int] = {}
+        for _ in range(_MOST_AT_ONCE if self._boards else 0):
+            try:
+                data = self._nvml.call("nvmlEventSetWait_v2", self._set, 0)
+            except NvmlError as e:
+                if e.name != "TIMEOUT":
+                    self._stumble(e)
+                break
+            kind = _KINDS.get(data.eventType)
+            if kind is None:
+                continue
+            for uuid in self._concerned(data):
+                key = (uuid, kind, int(data.eventData) if kind == "xid" else None)
+                counts[key] = counts.get(key, 0) + 1
+        now = self._now()
+        return [GpuEvent(now, uuid, kind, xid, n) for (uuid, kind, xid), n in counts.items()]
+
+    def _register(self, board: str) -> None:
+        handle = self._nvml.handle(board)
+        types = _WANTED & self._nvml.call("nvmlDeviceGetSupportedEventTypes", handle)
+        if not types:
+            raise NvmlError("NOT_SUPPORTED", "the driver tells no errors of this GPU as they happen")
+        self._nvml.call("nvmlDeviceRegisterEvents", handle, types, self._set)
+        self._boards[_address(handle)] = board
+        self._slices[board] = [(self._instance(d), d.uuid) for d in self._devices if d.parent == board]
+
+    def _instance(self, device: Device) -> int | None:
+        try:
+            return int(self._nvml.call("nvmlDeviceGetGpuInstanceId", self._nvml.handle(device.uuid)))
+        except NvmlError:
+            return None
+
+    def _concerned(self, data: Any) -> list[str]:
+        """The devices of the job that an event is about."""
+        board = self._boards.get(_address(data.device))
+        if board is None:
+            return []
+        slices = self._slices[board]
+        found = [] if slices and all(d.uuid != board for d in self._devices) else [board]
+        whole = data.gpuInstanceId == _WHOLE_GPU
+        return found + [uuid for instance, uuid in slices if whole or instance in (None, data.gpuInstanceId)]
+
+    def _stumble(self, error: NvmlError) -> None:
+        """One lost GPU makes the wait fail for all: listen to the others, from now on."""
+        if error.name not in _LOST:
+            self.reasons = {d.uuid: error.reason for d in self._devices}
+            self._release()
+            return
+        lost = set()
+        for board in self._boards.values():
+            try:
+                self._nvml.call("nvmlDeviceGetUUID", self._nvml.handle(board))
+            except NvmlError:
+                lost.add(board)
+        if lost:
+            self._listen(lost)
+        else:  # it is not told which
+            self.reasons = {d.uuid: error.reason for d in self._devices}
+            self._release()
+
+    def _release(self) -> None:
+        if self._set is not None:
+            with contextlib.suppress(NvmlError):
+                self._nvml.call("nvmlEventSetFree", self._set)
+        self._set = None
+        self._boards, self._slices = {}, {}
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0

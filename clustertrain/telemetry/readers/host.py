@@ -1,0 +1,117 @@
+"""The node itself: processors, memory, load, network and disks, of all users and jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from clustertrain import clock
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.readers import sysfs
+
+# What HostReader reads, in this order; the figures of the job's own processes are of :mod:`.processes`.
+HOST_FIELDS = tuple(f.name for f in fields.HOST if not f.name.startswith("job_"))
+
+_SHORTEST_S = 0.05  # the kernel counts processor time in ticks of 10 ms
+_PAIRS: dict[str, Callable[[Path], tuple[float, float]]] = {
+    "network_rx_bytes network_tx_bytes": sysfs.network,
+    "infiniband_rx_bytes infiniband_tx_bytes": sysfs.infiniband,
+    "disk_read_bytes disk_write_bytes": sysfs.disks,
+}
+
+
+class HostFacts(msgspec.Struct, frozen=True):
+    cpu_count: int | None
+    memory_total_bytes: int | None
+
+
+class HostReader:
+    """Host-wide figures. One that cannot be read is None, with its reason in ``reasons``. ``root`` holds ``sys``."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.reasons: dict[str, str] = {}
+        self._root = root
+        self._before: tuple[float, float, float] | None = None
+        self._cpu()
+
+    def facts(self) -> HostFacts:
+        try:
+            total = int(psutil.virtual_memory().total)
+        except (OSError, psutil.Error):
+            total = None
+        return HostFacts(psutil.cpu_count(), total)
+
+    def read(self) -> list[float | None]:
+        """The values in the order of HOST_FIELDS."""
+        found: dict[str, float | None] = {
+            "cpu": self._cpu(),
+            "memory_used_bytes": self._guard("memory_used_bytes", _memory_used),
+            "load1": self._guard("load1", _load1),
+        }
+        for names, read in _PAIRS.items():
+            found |= self._pair(names.split(), read)
+        return [found[name] for name in HOST_FIELDS]
+
+    def _guard(self, field: str, call: Callable[[], float]) -> float | None:
+        try:
+            value = call()
+        except (OSError, psutil.Error, ValueError) as e:
+            self.reasons[field] = f"{type(e).__name__}: {e}"
+            return None
+        self.reasons.pop(field, None)
+        return value
+
+    def _pair(self, names: list[str], read: Callable[[Path], tuple[float, float]]) -> dict[str, float | None]:
+        try:
+            values = read(self._root)
+        except sysfs.Missing as e:
+            reason = f"NOT_SUPPORTED: {e}"
+        except (OSError, ValueError, IndexError) as e:
+            reason = f"{type(e).__name__}: {e}"
+        else:
+            for name in names:
+                self.reasons.pop(name, None)
+            return dict(zip(names, values, strict=True))
+        self.reasons |= dict.fromkeys(names, reason)
+        return dict.fromkeys(names)
+
+    def _cpu(self) -> float | None:
+        """Busy share of all processors since the last call; None for the first."""
+        now = clock.monotonic()
+        busy_total = self._times()
+        if busy_total is None:
+            return None
+        before, current = self._before, (now, *busy_total)
+        if before is not None and now - before[0] < _SHORTEST_S:
+            self.reasons["cpu"] = f"NO_DATA: less than {_SHORTEST_S} s since the last reading"
+            return None
+        self._before = current
+        if before is None or current[2] <= before[2]:
+            self.reasons["cpu"] = "NO_DATA: a share needs two readings"
+            return None
+        return min(1.0, max(0.0, (current[1] - before[1]) / (current[2] - before[2])))
+
+    def _times(self) -> tuple[float, float] | None:
+        try:
+            times = psutil.cpu_times()
+        except (OSError, psutil.Error) as e:
+            self.reasons["cpu"] = f"{type(e).__name__}: {e}"
+            return None
+        self.reasons.pop("cpu", None)
+        # Linux counts guest time inside user time already.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+def _memory_used() -> float:
+    memory = psutil.virtual_memory()
+    # Without the page cache, which the kernel gives back: psutil's "available" is what matters to a job.
+    return float(memory.total - memory.available)
+
+
+def _load1() -> float:
+    return os.getloadavg()[0]

@@ -1,0 +1,47 @@
+"""How the GPUs of a job are attached to their node: PCI, NVLink, NVSwitch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import msgspec
+
+from clustertrain.spec.node import Gpu
+from clustertrain.telemetry.readers import allocation
+from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
+
+
+def read_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The allocated GPUs in the order of the local ranks; outside of a job all of them. A slice of a GPU in MIG mode
+    is listed with the place of its GPU.
+
+    Raises:
+        NvmlError: there is no driver, or it does not start.
+    """
+    nvml = Nvml()
+    nvml.open()
+    try:
+        devices = nvml.devices()
+        boards = {d.uuid: d for d in devices}
+        allocated = allocation.find(environ, devices).devices
+        return tuple(_read(nvml, i, d, boards.get(d.parent or d.uuid)) for i, d in enumerate(allocated))
+    finally:
+        nvml.close()
+
+
+def _read(nvml: Nvml, position: int, device: Device, board: Device | None) -> Gpu:
+    gpu = Gpu(index=position if device.index is None else device.index, name=device.name or "")
+    if board is None or not nvml.holds(board.uuid):
+        return gpu
+    # Each on its own: what one driver does not tell must not hide the rest.
+    with contextlib.suppress(NvmlError):
+        gpu = msgspec.structs.replace(gpu, pci_address=nvml.pci_address(board.uuid))
+    with contextlib.suppress(NvmlError):
+        links = nvml.nvlinks(board.uuid)
+        gpu = msgspec.structs.replace(
+            gpu, nvlinks_active=links.active, nvlinks_total=links.total, nvswitch=links.nvswitch
+        )
+    with contextlib.suppress(NvmlError):
+        gpu = msgspec.structs.replace(gpu, nvlink_domain=nvml.nvlink_domain(board.uuid))
+    return gpu

@@ -1,0 +1,163 @@
+"""The form of ``samples.jsonl.gz``: whole gzip members, one a flush, each with lines of JSON.
+
+``zcat`` reads it. A member that was cut off, by a kill or a full disk, is skipped, because its checksum is wrong; the
+next is found by its first ten bytes, which are always the same.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from clustertrain.telemetry.fields import Pace
+from clustertrain.telemetry.segments.rollup import Table
+
+NAME = "samples.jsonl.gz"
+_MAGIC = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # no name, no time
+_TAIL = struct.Struct("<II")  # CRC-32 and size
+_CHUNK = 1 << 18
+_SAMPLES = b'{"kind":"samples"'
+_EXACT = 2.0**53  # whole numbers of double precision
+
+
+class Block(msgspec.Struct, frozen=True, tag="samples", tag_field="kind"):
+    """Rows of one pace: ``d`` [n] s, and by column, in the header's order, n values, or one that they all have. Null
+    where missing."""
+
+    pace: Pace
+    d: list[float]
+    v: list[float | list[float | None] | None]
+
+
+class Reason(msgspec.Struct, frozen=True, tag="null", tag_field="kind"):
+    """From ``d`` on the column is missing for ``reason``; None: it is back."""
+
+    d: float
+    column: str
+    reason: str | None
+
+
+class End(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
+    """The sampler stopped; ``reason`` is None when it was told to."""
+
+    d: float
+    reason: str | None = None
+
+
+Record = Block | Reason | End
+_decode = msgspec.json.Decoder(Record).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def block(pace: Pace, d: list[float], rows: Table) -> Block:
+    """``rows`` [n, columns], NaN where missing, as a block."""
+    same = np.all((rows == rows[0]) | (np.isnan(rows) & np.isnan(rows[0])), axis=0).tolist()
+    with np.errstate(invalid="ignore"):
+        whole = np.all((rows == np.rint(rows)) & (np.abs(rows) < _EXACT), axis=0)
+    by_column = rows.T.tolist()
+    for i in np.flatnonzero(whole).tolist():  # 65 and not 65.0
+        by_column[i] = rows[:, i].astype(np.int64).tolist()
+    return Block(pace, d, [values[0] if one else values for values, one in zip(by_column, same, strict=True)])
+
+
+def table(part: Block, columns: list[int]) -> Table:
+    """The block's values [n, chosen columns]; a column that it lacks is NaN."""
+    out = np.full((len(part.d), len(columns)), np.nan)
+    for i, at in enumerate(columns):
+        if at < len(part.v):
+            out[:, i] = part.v[at]
+    return out
+
+
+def member(records: list[Record]) -> bytes:
+    """A gzip member with a line a record."""
+    # NaN is encoded as null.
+    text = b"".join(_encode(r) + b"\n" for r in records)
+    packer = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return _MAGIC + packer.compress(text) + packer.flush() + _TAIL.pack(zlib.crc32(text), len(text) & 0xFFFFFFFF)
+
+
+def _text_of(data: memoryview) -> bytes | None:
+    """What a member holds; None where it is not whole. What follows it is not looked at."""
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        text = unpacker.decompress(data[len(_MAGIC) :])
+    except zlib.error:
+        return None
+    rest = unpacker.unused_data
+    if not unpacker.eof or len(rest) < _TAIL.size:
+        return None
+    return text if _TAIL.unpack_from(rest) == (zlib.crc32(text), len(text) & 0xFFFFFFFF) else None
+
+
+def _records(text: bytes, *, notes_only: bool = False) -> Iterator[Record]:
+    for line in text.splitlines():
+        if notes_only and line.startswith(_SAMPLES):
+            continue
+        try:
+            yield _decode(line)
+        except msgspec.DecodeError:
+            continue  # of a kind that a later version knows
+
+
+def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
+    """All records, oldest first; ``notes_only``: without the samples, which is far quicker.
+
+    Raises:
+        OSError: the file cannot be read; FileNotFoundError where there is none.
+    """
+    with (folder / NAME).open("rb") as f:
+        for data in _candidates(f):
+            text = _text_of(data)
+            if text is not None:
+                yield from _records(text, notes_only=notes_only)
+
+
+def _candidates(f: BinaryIO) -> Iterator[memoryview]:
+    """From each beginning of a member up to the next, or to the end of the file."""
+    data = b""
+    while True:
+        chunk = f.read(_CHUNK)
+        data += chunk
+        at = data.find(_MAGIC)
+        while at >= 0:
+            following = data.find(_MAGIC, at + len(_MAGIC))
+            if following < 0 and chunk:
+                break  # it may go on
+            yield memoryview(data)[at : following if following >= 0 else len(data)]
+            at = following
+        if not chunk:
+            return
+        data = data[at:] if at >= 0 else data[1 - len(_MAGIC) :]
+
+
+def read_backwards(folder: Path) -> Iterator[list[Record]]:
+    """The records of each member, newest member first; reads no more of the file than is asked for.
+
+    Raises:
+        OSError: the file cannot be read; FileNotFoundError where there is none.
+    """
+    with (folder / NAME).open("rb") as f:
+        start = end = f.seek(0, 2)
+        data, chunk = b"", _CHUNK
+        while True:
+            at = data.rfind(_MAGIC, 0, end - start)
+            if at >= 0:
+                text = _text_of(memoryview(data)[at : end - start])
+                end = start + at
+                if text is not None:
+                    yield list(_records(text))
+            elif start == 0:
+                return
+            else:
+                # A member that reaches over the border keeps its end.
+                before = max(0, start - chunk)
+                f.seek(before)
+                data = f.read(start - before) + data[: end - start]
+                start, chunk = before, chunk * 2
