@@ -162,19 +162,26 @@ class _Pending:
         self.bucket: list[Column] = []
 
     def add(self, d: float, row: Column) -> None:
-        rounded = np.rint(row * self.scale) / self.scale
-        rounded[~np.isfinite(rounded)] = np.nan
+        kept = row.copy()  # no more than that at each tick: a thread that wakes once a second finds all caches cold
         self.d.append(d)
-        self.rows.append(rounded)
+        self.rows.append(kept)
         self.bucket_d.append(d)
-        self.bucket.append(rounded)
+        self.bucket.append(kept)
         if len(self.d) > _MOST_ROWS:  # a disk that stays full must not eat the node's memory
             del self.d[0], self.rows[0]
 
+    def waiting(self) -> blocks.Block:
+        return blocks.block(self.pace, self.d, self._rounded(self.rows))
+
     def take_bucket(self) -> tuple[Column, rollup.Table]:
-        d, rows = np.array(self.bucket_d), np.array(self.bucket).reshape(len(self.bucket), len(self.columns))
+        d, rows = np.array(self.bucket_d), self._rounded(self.bucket)
         self.bucket_d, self.bucket = [], []
         return d, rows
+
+    def _rounded(self, rows: list[Column]) -> rollup.Table:
+        table = np.rint(np.array(rows).reshape(len(rows), len(self.columns)) * self.scale) / self.scale
+        table[~np.isfinite(table)] = np.nan
+        return table
 
 
 class _Open:
@@ -222,9 +229,7 @@ class _Open:
 
     def flush(self, *, sync: bool) -> None:
         folder = self._claim()
-        records: list[blocks.Record] = [
-            blocks.block(p.pace, p.d, np.array(p.rows)) for p in self._pending.values() if p.d
-        ]
+        records: list[blocks.Record] = [p.waiting() for p in self._pending.values() if p.d]
         records += self._notes
         if records:
             self._append(folder / blocks.NAME, blocks.member(records), sync=sync)
