@@ -179,7 +179,7 @@ class _Pending:
         return d, rows
 
     def _rounded(self, rows: list[Column]) -> rollup.Table:
-        table = np.rint(np.array(rows).reshape(len(rows), len(self.columns)) * self.scale) / self.scale
+        table: rollup.Table = np.rint(np.array(rows).reshape(len(rows), len(self.columns)) * self.scale) / self.scale
         table[~np.isfinite(table)] = np.nan
         return table
 
