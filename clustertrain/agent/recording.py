@@ -152,9 +152,9 @@ class _Exported:
 
 
 def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
-    return proc.start(
-        [sys.executable, "-m", "clustertrain.telemetry.segments.compact", *folders], ignore_stop_signals=True
-    )
+    """Of segments that nobody writes any more."""
+    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", *folders]
+    return proc.start(argv, ignore_stop_signals=True)
 
 
 def _worth(folder: Path) -> bool:

@@ -15,9 +15,9 @@ from clustertrain import clock
 from clustertrain.run import beat
 from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry import fields
+from clustertrain.telemetry.alerts import watch
 from clustertrain.telemetry.alerts.across import Across
 from clustertrain.telemetry.alerts.alert import Alert
-from clustertrain.telemetry.alerts.rules import watch
 from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer

@@ -15,9 +15,9 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry.alerts import notify
 from clustertrain.telemetry.alerts.alert import Alert
 from clustertrain.telemetry.alerts.notify import Notifier
-from clustertrain.telemetry.alerts.rules import notify
 
 SECRET = "T000/B000/very-secret"
 LOST = Alert(
