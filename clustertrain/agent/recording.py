@@ -153,7 +153,7 @@ class _Exported:
 
 def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Of segments that nobody writes any more."""
-    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", *folders]
+    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", *map(str, folders)]
     return proc.start(argv, ignore_stop_signals=True)
 
 

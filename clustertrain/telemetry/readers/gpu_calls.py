@@ -6,6 +6,7 @@ Figures that come together are read together. What a call costs differs by a tho
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +34,20 @@ class Call(NamedTuple):
     read: Callable[[tuple[str, ...]], Values]
 
 
+class _Number:
+    """A figure that NVML answers with one number; the memory for it is kept."""
+
+    def __init__(self, nvml: Nvml, function: str, *args: int, kind: type[Any] = ctypes.c_uint) -> None:
+        self._nvml, self._function, self._args = nvml, function, args
+        self._answer = kind()
+        self._where = ctypes.byref(self._answer)
+
+    def read(self, handle: Any) -> int:
+        """Raises NvmlError where there is none."""
+        self._nvml.ask(self._function, handle, *self._args, self._where)
+        return int(self._answer.value)
+
+
 class GpuCalls:
     """All calls for one device. ``absent`` says why a slice lacks a field, which is not asked for then."""
 
@@ -40,8 +55,12 @@ class GpuCalls:
         self._nvml = nvml
         self._uuid = device.uuid
         self._parent = device.parent
-        self._temperature_call = "nvmlDeviceGetTemperatureV"
-        self._reasons_call = "nvmlDeviceGetCurrentClocksEventReasons"
+        self._rates = (ctypes.c_uint * 2)()
+        self._temperature_v: Any = nvml.lib.c_nvmlTemperature_v1_t() if nvml.lib is not None else None
+        self._temperature_1 = _Number(nvml, "nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
+        wide = ctypes.c_ulonglong
+        self._reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksEventReasons", kind=wide)
+        self._older_reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", kind=wide)
         self._processes_call = "nvmlDeviceGetComputeRunningProcesses_v3"
         if device.parent is None:
             self._gpm = RollingPair(nvml, self._handle, self._take)
@@ -78,11 +97,12 @@ class GpuCalls:
             Call(tuple(METRICS), self._activity),
             Call(_COUNTERS, self._fast_counters),
         )
+        errors, wide = "nvmlDeviceGetTotalEccErrors", ctypes.c_ulonglong
         slow = (
             Call(("processes",), self._processes),
             Call(("memory_temperature_c", "nvlink_errors"), self._slow_fields),
-            self._simple("ecc_corrected", "nvmlDeviceGetTotalEccErrors", _CORRECTED, _VOLATILE),
-            self._simple("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _VOLATILE),
+            self._simple("ecc_corrected", errors, _CORRECTED, _VOLATILE, kind=wide),
+            self._simple("ecc_uncorrected", errors, _UNCORRECTED, _VOLATILE, kind=wide),
             Call(("remapped_rows", "remap_pending", "remap_failed"), self._remapping),
             Call(("nvlinks_active",), self._links),
             self._simple("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
@@ -94,11 +114,11 @@ class GpuCalls:
         fast = (Call(("memory_used_bytes",), self._memory), Call(("utilization", *METRICS), self._activity))
         return {FAST: fast, SLOW: (Call(("processes",), self._processes),)}
 
-    def _simple(self, field: str, function: str, *args: int, scale: float = 1.0) -> Call:
-        def read(wanted: tuple[str, ...]) -> Values:
-            return {field: scale * self._nvml.call(function, self._handle(), *args)}
-
-        return Call((field,), read)
+    def _simple(
+        self, field: str, function: str, *args: int, scale: float = 1.0, kind: type[Any] = ctypes.c_uint
+    ) -> Call:
+        number = _Number(self._nvml, function, *args, kind=kind)
+        return Call((field,), lambda wanted: {field: scale * number.read(self._handle())})
 
     def _handle(self) -> Any:
         return self._nvml.handle(self._uuid)
@@ -107,40 +127,42 @@ class GpuCalls:
         return self._nvml.handle(self._parent or self._uuid)
 
     def _utilization(self, wanted: tuple[str, ...]) -> Values:
-        rates = self._nvml.call("nvmlDeviceGetUtilizationRates", self._handle())
-        return {"utilization": rates.gpu / 100, "memory_busy": rates.memory / 100}
+        self._nvml.ask("nvmlDeviceGetUtilizationRates", self._handle(), self._rates)
+        return {"utilization": self._rates[0] / 100, "memory_busy": self._rates[1] / 100}
 
     def _memory(self, wanted: tuple[str, ...]) -> Values:
         return {"memory_used_bytes": float(self._nvml.memory_used(self._uuid))}
 
     def _temperature(self, wanted: tuple[str, ...]) -> Values:
         # nvmlDeviceGetTemperature goes with CUDA 14, and is all that drivers before 570 have.
-        try:
-            value = self._nvml.call(self._temperature_call, self._handle(), 0)  # NVML_TEMPERATURE_GPU
-        except NvmlError as e:
-            if e.name not in _MISSING or self._temperature_call == "nvmlDeviceGetTemperature":
-                raise
-            value = self._nvml.call("nvmlDeviceGetTemperature", self._handle(), 0)
-            self._temperature_call = "nvmlDeviceGetTemperature"
+        if self._temperature_v is not None:
+            answer, self._temperature_v.version = self._temperature_v, self._nvml.lib.nvmlTemperature_v1
+            try:
+                self._nvml.ask("nvmlDeviceGetTemperatureV", self._handle(), ctypes.byref(answer))
+                return {"temperature_c": float(answer.temperature)}
+            except NvmlError as e:
+                if e.name not in _MISSING:
+                    raise
+        value = self._temperature_1.read(self._handle())
+        self._temperature_v = None
         return {"temperature_c": float(value)}
 
     def _throttling(self, wanted: tuple[str, ...]) -> Values:
         # The call of the second name goes with CUDA 14, and is all that drivers before 535 have.
         try:
-            reasons = self._nvml.call(self._reasons_call, self._handle())
+            return throttling(self._reasons.read(self._handle()))
         except NvmlError as e:
-            older = "nvmlDeviceGetCurrentClocksThrottleReasons"
-            if e.name not in _MISSING or self._reasons_call == older:
+            if e.name not in _MISSING or self._reasons is self._older_reasons:
                 raise
-            reasons = self._nvml.call(older, self._handle())
-            self._reasons_call = older
+        reasons = self._older_reasons.read(self._handle())
+        self._reasons = self._older_reasons
         return throttling(reasons)
 
     def _activity(self, wanted: tuple[str, ...]) -> Values:
         return self._gpm.read()
 
     def _take(self, sample: Any) -> None:
-        self._nvml.call("nvmlGpmSampleGet", self._handle(), sample)
+        self._nvml.ask("nvmlGpmSampleGet", self._handle(), sample)
 
     def _take_of_slice(self, sample: Any) -> None:
         instance = self._nvml.call("nvmlDeviceGetGpuInstanceId", self._handle())

@@ -22,6 +22,7 @@ Kind = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
 # nvmlEventType*
 _KINDS: dict[int, Kind] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
 _WANTED = 0x1 | 0x2 | 0x8
+_TIMEOUT = 10  # nvmlReturn_t: nothing has happened
 _LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
 _WHOLE_GPU = 0xFFFFFFFF  # as the number of a GPU instance: the event is not of a MIG slice
 _MOST_AT_ONCE = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
@@ -49,6 +50,7 @@ class GpuEvents:
         self._devices = [d for d in devices if d.reason is None]
         self._now = now
         self._set: Any = None
+        self._data: Any = None
         self._boards: dict[int, str] = {}
         self._slices: dict[str, list[tuple[int | None, str]]] = {}
         self.reasons: dict[str, str] = {}
@@ -67,6 +69,7 @@ class GpuEvents:
         except NvmlError as e:
             self.reasons = {d.uuid: e.reason for d in self._devices}
             return
+        self._data = self._nvml.lib.c_nvmlEventData_t()
         self._nvml.before_close(self._release)
         for board in dict.fromkeys(d.parent or d.uuid for d in self._devices):
             try:
@@ -80,11 +83,11 @@ class GpuEvents:
         """What has happened since the last time. A board that cannot be asked any more stops being listened to."""
         counts: dict[tuple[str, Kind, int | None], int] = {}
         for _ in range(_MOST_AT_ONCE if self._boards else 0):
-            try:
-                data = self._nvml.call("nvmlEventSetWait_v2", self._set, 0)
-            except NvmlError as e:
-                if e.name != "TIMEOUT":
-                    self._stumble(e)
+            data = self._data
+            code = self._nvml.function("nvmlEventSetWait_v2")(self._set, ctypes.byref(data), 0)
+            if code:
+                if code != _TIMEOUT:
+                    self._stumble(self._nvml.error(code))
                 break
             kind = _KINDS.get(data.eventType)
             if kind is None:

@@ -81,6 +81,7 @@ class Nvml:
         self._names: dict[int, str] = {}
         self._handles: dict[str, Any] = {}
         self._without_memory_v2: set[str] = set()
+        self._memory_answer: Any = None
         self._before_close: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
@@ -251,14 +252,22 @@ class Nvml:
     def _memory(self, uuid: str, handle: Any) -> Any:
         if uuid not in self._without_memory_v2:
             try:
-                return self.call("nvmlDeviceGetMemoryInfo", handle, self.lib.nvmlMemory_v2)
+                return self._memory_v2(handle)
             except NvmlError as e:
                 if e.name not in ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "ARGUMENT_VERSION_MISMATCH"):
                     raise
-        # The first version counts memory that the driver reserves as used.
+        # The first version counts what the driver reserves as used.
         memory = self.call("nvmlDeviceGetMemoryInfo", handle)
         self._without_memory_v2.add(uuid)
         return memory
+
+    def _memory_v2(self, handle: Any) -> Any:
+        """Overwritten by the next call."""
+        if self._memory_answer is None:
+            self._memory_answer = self.lib.c_nvmlMemory_v2_t()
+        self._memory_answer.version = self.lib.nvmlMemory_v2
+        self.ask("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(self._memory_answer))
+        return self._memory_answer
 
     def _optional(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -283,8 +292,8 @@ class Nvml:
             raise self.error(e.value) from e
 
     def function(self, name: str) -> Callable[..., int]:
-        """The C function itself, which returns a code for :meth:`error`: where an answer holds many figures,
-        nvidia-ml-py's structures take more of the sampler's time than all the rest.
+        """The C function itself, which returns a code for :meth:`error`. What is asked every second is asked this way:
+        nvidia-ml-py's wrappers take more of the sampler's time than all the rest.
 
         Raises:
             NvmlError: NVML does not have it.
@@ -295,6 +304,16 @@ class Nvml:
             return cast(Callable[..., int], getattr(self.lib.nvmlLib, name))
         except AttributeError as e:
             raise NvmlError("FUNCTION_NOT_FOUND") from e
+
+    def ask(self, name: str, *args: Any) -> None:
+        """Call the C function itself; the answer is where ``args`` say.
+
+        Raises:
+            NvmlError: NVML refused, or does not have it.
+        """
+        code = self.function(name)(*args)
+        if code:
+            raise self.error(code)
 
     def error(self, code: int) -> NvmlError:
         """NVML's return code in words, where it comes inside an answer."""
