@@ -101,7 +101,7 @@ class Sampler:
         self._readers: list[GpuReader] = []
         self._facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
-        self._values: dict[str, float] = {}
+        self._newest: dict[fields.Pace, list[float]] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._lost: set[str] = set()
         self._returned: set[str] = set()
@@ -211,7 +211,7 @@ class Sampler:
         share = allocation.allocated(self._environ)
         fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
-        self._values = dict.fromkeys([*fast, *slow], NAN)
+        self._newest = {pace: [NAN] * len(columns) for pace, columns in self._columns.items()}
         self._writer.begin(
             Header(
                 node=self._node,
@@ -273,14 +273,15 @@ class Sampler:
         return row
 
     def _put(self, pace: fields.Pace, at: float, row: list[float]) -> None:
-        self._values.update(zip(self._columns[pace], row, strict=True))
+        self._newest[pace] = row
         (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, np.array(row, dtype=np.float64))
 
     def _observe(self) -> None:
         if not self._observers:
             return
-        # A copy of the values: an observer may keep it.
-        values = dict(self._values)
+        values = {
+            c: v for pace, columns in self._columns.items() for c, v in zip(columns, self._newest[pace], strict=True)
+        }
         snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values)
         self._tell_observers("observe", snapshot)
 

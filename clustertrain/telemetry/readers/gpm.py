@@ -50,6 +50,8 @@ class RollingPair:
         self._supported = False
         self._samples: list[Any] = []  # the older one, and the one to be filled
         self._question: tuple[Any, int, int] | None = None
+        self._first: Any = None
+        self._second: Any = None
         self._at: float | None = None
         self._values: dict[str, float | NvmlError] = {}
 
@@ -104,7 +106,9 @@ class RollingPair:
         if self._question is None:
             self._question = self._ask()
         question, at, step = self._question
-        question.sample1, question.sample2 = older, newer
+        # Not by assignment: nvidia-ml-py's structures look at each for strings.
+        self._first.__set__(question, older)
+        self._second.__set__(question, newer)
         code = self._nvml.function("nvmlGpmMetricsGet")(ctypes.byref(question))
         if code:
             raise self._nvml.error(code)
@@ -118,6 +122,7 @@ class RollingPair:
     def _ask(self) -> tuple[Any, int, int]:
         """NVML's structure, with the metrics in it, where they begin and how long each is."""
         lib = self._nvml.lib
+        self._first, self._second = lib.c_nvmlGpmMetricsGet_t.sample1, lib.c_nvmlGpmMetricsGet_t.sample2
         question = lib.c_nvmlGpmMetricsGet_t()
         question.version = lib.NVML_GPM_METRICS_GET_VERSION
         question.numMetrics = len(self._metrics)

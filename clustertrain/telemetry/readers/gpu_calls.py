@@ -56,7 +56,10 @@ class GpuCalls:
         self._uuid = device.uuid
         self._parent = device.parent
         self._rates = (ctypes.c_uint * 2)()
-        self._temperature_v: Any = nvml.lib.c_nvmlTemperature_v1_t() if nvml.lib is not None else None
+        self._temperature_v: Any = None
+        if nvml.lib is not None:
+            self._temperature_v = nvml.lib.c_nvmlTemperature_v1_t()
+            self._temperature_v.version = nvml.lib.nvmlTemperature_v1
         self._temperature_1 = _Number(nvml, "nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
         wide = ctypes.c_ulonglong
         self._reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksEventReasons", kind=wide)
@@ -136,10 +139,9 @@ class GpuCalls:
     def _temperature(self, wanted: tuple[str, ...]) -> Values:
         # nvmlDeviceGetTemperature goes with CUDA 14, and is all that drivers before 570 have.
         if self._temperature_v is not None:
-            answer, self._temperature_v.version = self._temperature_v, self._nvml.lib.nvmlTemperature_v1
             try:
-                self._nvml.ask("nvmlDeviceGetTemperatureV", self._handle(), ctypes.byref(answer))
-                return {"temperature_c": float(answer.temperature)}
+                self._nvml.ask("nvmlDeviceGetTemperatureV", self._handle(), ctypes.byref(self._temperature_v))
+                return {"temperature_c": float(self._temperature_v.temperature)}
             except NvmlError as e:
                 if e.name not in _MISSING:
                     raise

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -82,6 +82,7 @@ class Nvml:
         self._handles: dict[str, Any] = {}
         self._without_memory_v2: set[str] = set()
         self._memory_answer: Any = None
+        self._functions: dict[str, Callable[..., int]] = {}
         self._before_close: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
@@ -113,6 +114,7 @@ class Nvml:
         with contextlib.suppress(NvmlError):  # already shut down, or never up: nothing is held
             self.call("nvmlShutdown")
         self.lib = None
+        self._functions.clear()
 
     def devices(self) -> list[Device]:
         """All GPUs that this process may see, and their MIG slices. One that does not open is listed with its reason.
@@ -265,7 +267,7 @@ class Nvml:
         """Overwritten by the next call."""
         if self._memory_answer is None:
             self._memory_answer = self.lib.c_nvmlMemory_v2_t()
-        self._memory_answer.version = self.lib.nvmlMemory_v2
+            self._memory_answer.version = self.lib.nvmlMemory_v2
         self.ask("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(self._memory_answer))
         return self._memory_answer
 
@@ -298,12 +300,15 @@ class Nvml:
         Raises:
             NvmlError: NVML does not have it.
         """
-        if self.lib is None:
-            raise NvmlError("UNINITIALIZED")
-        try:
-            return cast(Callable[..., int], getattr(self.lib.nvmlLib, name))
-        except AttributeError as e:
-            raise NvmlError("FUNCTION_NOT_FOUND") from e
+        function = self._functions.get(name)
+        if function is None:
+            if self.lib is None:
+                raise NvmlError("UNINITIALIZED")
+            try:
+                function = self._functions[name] = getattr(self.lib.nvmlLib, name)
+            except AttributeError as e:
+                raise NvmlError("FUNCTION_NOT_FOUND") from e
+        return function
 
     def ask(self, name: str, *args: Any) -> None:
         """Call the C function itself; the answer is where ``args`` say.

@@ -105,6 +105,7 @@ class GpuReader:
             for field in wanted:
                 self._failed(field, e, now)
             return
+        reasons = self.reasons
         for field in wanted:
             value = values[field]
             if isinstance(value, NvmlError):
@@ -115,9 +116,9 @@ class GpuReader:
                 self._failed(field, NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}"), now)
             else:
                 found[_PLACE[field]] = value
-                if field in self.reasons:
+                if reasons and field in reasons:
                     self._retries.pop(field, None)
-                    del self.reasons[field]
+                    del reasons[field]
 
     def _failed(self, field: str, error: NvmlError, now: float) -> None:
         if error.name in _LOST:
