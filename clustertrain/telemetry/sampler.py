@@ -279,9 +279,9 @@ class Sampler:
     def _observe(self) -> None:
         if not self._observers:
             return
-        values = {
-            c: v for pace, columns in self._columns.items() for c, v in zip(columns, self._newest[pace], strict=True)
-        }
+        values: dict[str, float] = {}
+        for pace, columns in self._columns.items():
+            values.update(zip(columns, self._newest[pace], strict=True))
         snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values)
         self._tell_observers("observe", snapshot)
 
