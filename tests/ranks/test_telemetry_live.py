@@ -1,0 +1,97 @@
+"""A run with stand-ins for its GPUs: what it exports and says while it goes on, and what is left of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.run import events
+from clustertrain.run.folder import RunDir
+from tests import runs
+from tests.nvml_stub.build import Stub
+from tests.nvml_stub.fixture import nvml_library, nvml_stub
+from tests.runs import Run
+
+__all__ = ["nvml_library", "nvml_stub"]
+pytestmark = pytest.mark.ranks
+
+# Ten seconds in, the second GPU has an error that its driver cannot mend.
+GPUS = """
+device 0 utilization 90
+device 0 power 600000
+device 1 utilization 88
+device 1 power 590000
+event 1 10 xid 48
+"""
+TELEMETRY = """
+[telemetry]
+interval_s = 0.5
+flush_s = 1
+[telemetry.alerts]
+command = {command}
+[telemetry.prometheus]
+port = 19410
+textfile = {textfile}
+"""
+
+
+@pytest.fixture
+def run(nvml_stub: Stub, tmp_path: Path) -> Iterator[Run]:
+    nvml_stub.drive(GPUS)
+    (tmp_path / "textfile").mkdir()
+    keep = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read())"
+    command = json.dumps([sys.executable, "-c", keep, str(tmp_path / "alert.json")])
+    table = TELEMETRY.format(command=command, textfile=json.dumps(str(tmp_path / "textfile")))
+    recipe = runs.write_recipe(tmp_path, steps=100_000, more=table)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    env = {**kept, **nvml_stub.environ(), "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+    here = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
+    made = runs.submit(env, *here, str(recipe))
+    yield made
+    made.call("cancel", made.id, check=False)
+    made.wait_until_final()
+
+
+def named(run: Run, event: str) -> list[events.Event]:
+    return list(events.named(events.of_attempt(RunDir(run.path).attempt(1)), event))
+
+
+def test_a_run_exports_and_warns_while_it_goes_on_and_can_be_read_afterwards(run: Run, tmp_path: Path) -> None:
+    run.wait_for_step(20)
+    assert clock.wait_until(lambda: len(named(run, "exporter_started")) == 2, 60, 0.2), run.explain()
+    (where,) = (e for e in named(run, "exporter_started") if e.get("port"))
+    with urllib.request.urlopen(f"http://{where['address']}:{where['port']}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    assert 'clustertrain_gpu_utilization_ratio{attempt="1",gpu="1"' in page.replace(" ", "")
+    assert "clustertrain_rank_steps_total" in page
+    assert clock.wait_until(lambda: bool(list((tmp_path / "textfile").glob("*.prom"))), 60, 0.2)
+    assert clock.wait_until(lambda: bool(named(run, "alert")), 60, 0.2), run.explain()
+    (alert,) = (e for e in named(run, "alert") if e["code"] == "xid")
+    assert (alert["rank"], alert["severity"]) == (1, "critical")
+    assert clock.wait_until((tmp_path / "alert.json").exists, 60, 0.2)
+    assert json.loads((tmp_path / "alert.json").read_text())["run"] == run.id
+    live = json.loads(run.call("top", "--once", "--json", run.id).stdout)
+    assert live["step"] >= 20
+
+    run.call("cancel", run.id)
+    run.wait_until_final()
+    assert list((tmp_path / "textfile").glob("*.prom")) == []
+    report = json.loads(run.call("telemetry", run.id, "--json").stdout)
+    (noted,) = (n for n in report["notes"] if n["code"] == "xid")
+    assert (noted["rank"], noted["uuid"]) == (1, report["gpus"][1]["uuid"])
+    assert report["training"]["steps"] >= 20
+    assert report["goodput"]["wall_s"] > 0
+    run.call("telemetry", run.id, "--html", str(tmp_path / "page.html"), "--csv", str(tmp_path / "all.csv"))
+    assert "<html" in (tmp_path / "page.html").read_text()
+    with (tmp_path / "all.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    assert {r["device"] for r in rows} == {"gpu0", "gpu1", "host", "rank0", "rank1"}
+    assert {float(r["utilization"]) for r in rows if r["device"] == "gpu1" and r["utilization"]} == {0.88}

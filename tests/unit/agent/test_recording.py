@@ -1,0 +1,92 @@
+"""What becomes of a node's telemetry when its ranks have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.agent import recording
+from clustertrain.agent.recording import Recording
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.telemetry.segments.series import open_node
+from clustertrain.telemetry.segments.store import Writer
+from tests.unit.telemetry.segments import fill, header
+
+SPEC = "version = 1\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "gpt-abc234")
+    (made.path / "attempts").mkdir(parents=True)
+    made.spec.write_text(SPEC)
+    return made
+
+
+def recorder(run: RunDir, attempt: AttemptDir) -> Recording:
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    log = EventLog(attempt.events_of("agent-n1"))
+    return Recording(run, attempt, "n1", [0], environ={}, beats=run.path, several_nodes=False, log=log)
+
+
+def written(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A segment that counts as worth the work."""
+    monkeypatch.setattr(recording, "WORTH_BYTES", 1000)
+    writer, of = Writer(attempt.telemetry / "n1"), header()
+    writer.begin(of)
+    fill(writer, of, 0, 300)
+    writer.end(300.0)
+    writer.close()
+    return attempt.telemetry / "n1" / "0"
+
+
+def test_an_attempt_that_ended_by_itself_is_compacted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(run.attempt(1), monkeypatch)
+    recorder(run, run.attempt(1)).compact(lambda: False)
+    assert (folder / "fast.parquet").exists()
+    assert not (folder / "samples.jsonl.gz").exists()
+    (segment,) = open_node(folder.parent)
+    assert segment.n == 300
+
+
+def test_who_is_in_a_hurry_is_not_held_up_and_nothing_is_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(run.attempt(1), monkeypatch)
+    recorder(run, run.attempt(1)).compact(lambda: True)
+    assert (folder / "samples.jsonl.gz").exists()
+    (segment,) = open_node(folder.parent)
+    assert (segment.n, segment.trouble) == (300, None)
+
+
+def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(run.attempt(1), monkeypatch)
+    monkeypatch.setattr(recording, "WORTH_BYTES", 1 << 30)
+    started: list[object] = []
+    monkeypatch.setattr(recording, "_compaction", started.append)
+    recorder(run, run.attempt(1)).compact(lambda: False)
+    assert (folder / "samples.jsonl.gz").exists()
+    assert started == []
+
+
+def test_the_next_attempt_compacts_what_a_preempted_one_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = written(run.attempt(1), monkeypatch)
+    own = written(run.attempt(2), monkeypatch)
+    second = recorder(run, run.attempt(2))
+    second.compact_earlier()
+    assert clock.wait_until(lambda: not (left / "samples.jsonl.gz").exists(), 60, 0.05)
+    second.stop()
+    assert (left / "fast.parquet").exists()
+    assert (own / "samples.jsonl.gz").exists()
+
+
+def test_a_recipe_without_telemetry_records_nothing(run: RunDir) -> None:
+    run.spec.write_text(SPEC + "[recipe.telemetry]\nenabled = false\n")
+    attempt = run.attempt(1)
+    silent = recorder(run, attempt)
+    silent.start()
+    silent.quiet()
+    silent.stop()
+    assert silent.gpus == []
+    assert not attempt.telemetry.exists()
