@@ -77,6 +77,7 @@ class Batch:
         self.log = EventLog(self.attempt.events_of("batch"))
         self.parent = os.getppid()
         self.started = clock.now()
+        self.comment: Commenter | None = None
 
     def main(self, step_argv: Sequence[str]) -> int:
         self.log.write(
@@ -87,7 +88,7 @@ class Batch:
             end_time=self.deadline.end_time,
         )
         step = Step(self._start(step_argv))
-        comment = self._commenter()
+        self.comment = comment = self._commenter()
         while step.child.poll() is None:
             self._look(step)
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
@@ -178,6 +179,8 @@ class Batch:
         self.log.write("signal", source=source)
         self._tell_agents({"why": source, "t": step.stop_at})
         step.child.send_signal(signal.SIGUSR2)  # srun and the local step pass it on to every agent
+        if self.comment is not None:
+            self.comment.quiet()
 
     def _tell_agents(self, order: dict[str, Any]) -> None:
         try:

@@ -26,6 +26,7 @@ class Commenter:
         self._first_s = first_s
         self._every_s = every_s
         self._last = threading.Event()
+        self._quiet = threading.Event()
         self._thread = threading.Thread(target=self._run, name="comment", daemon=True)
 
     def start(self) -> None:
@@ -33,6 +34,10 @@ class Commenter:
             self._thread.start()
         except RuntimeError as e:  # the limit on processes is reached
             print(f"clustertrain batch: no comment in the job: {e}", file=sys.stderr, flush=True)
+
+    def quiet(self) -> None:
+        """The ranks have been told to stop: no report is read any more but the last, if it is asked for."""
+        self._quiet.set()
 
     def finish(self, timeout_s: float) -> None:
         """A last update. Not for an attempt that is to be continued: its job keeps the comment, and has no time."""
@@ -43,7 +48,8 @@ class Commenter:
     def _run(self) -> None:
         wait_s = self._first_s
         while not self._last.wait(wait_s):
-            self._update()
+            if not self._quiet.is_set():
+                self._update()
             wait_s = self._every_s
         self._update()
 

@@ -17,7 +17,7 @@ from typing import Any
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous, torchrun
-from clustertrain.agent.recording import Recording
+from clustertrain.agent.recording import HURRIED_STOP_S, STOP_S, Recording
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
@@ -121,8 +121,9 @@ class Agent:
             result = self._ranks()
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
-            recording.stop()
-            if not self._hurried():
+            hurried = result.ending == "stopped" or self._hurried()
+            recording.stop(HURRIED_STOP_S if hurried else STOP_S)
+            if not hurried:
                 recording.compact(self._hurried)
             return result
         finally:
@@ -132,8 +133,8 @@ class Agent:
 
     def _hurried(self) -> bool:
         """Whether this node is to be left now: somebody has asked to stop, or given up on the step."""
-        self._look_for_abort()
-        return self.stopping is not None or self.signals.first is not None or self.aborted
+        ordered = fsio.peek_json(self.place.attempt.stop) is not None
+        return ordered or self.stopping is not None or self.signals.first is not None
 
     def _ranks(self) -> NodeResult:
         p = self.place
@@ -246,15 +247,11 @@ class Agent:
                 return
             _doze(child)
 
-    def _look_for_abort(self) -> dict[str, Any] | None:
-        order: dict[str, Any] | None = fsio.peek_json(self.place.attempt.stop)
+    def _look_for_stop(self) -> None:
+        order = fsio.peek_json(self.place.attempt.stop)
         if order is not None and order.get("abort"):
             self.aborted = True
-        return order
-
-    def _look_for_stop(self) -> None:
-        order = self._look_for_abort()
-        if order is not None and not self.aborted and self.stopping is None:
+        elif order is not None and self.stopping is None:
             # By hand there is no hurry; every other reason to stop ends in a kill.
             self._stop_ranks("batch", None if order.get("why") == "requeue" else self.place.grace_s)
         self.deadline = deadlines.read(self.place.attempt.deadline) or self.deadline
@@ -272,8 +269,6 @@ class Agent:
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
         """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
         self.stopping = source
-        if self.recording is not None:
-            self.recording.quiet()
         end_time = self.deadline.end_time if self.deadline is not None else None
         ends = [end_time, clock.now() + grace_s if grace_s is not None else None]
         deadline = min((e for e in ends if e is not None), default=None)
@@ -285,6 +280,8 @@ class Agent:
             for process in proc.descendants():
                 proc.send_signal(process, signal.SIGTERM)
         self.log.write("signal", node=self.place.node, source=source)
+        if self.recording is not None:
+            self.recording.quiet()
 
 
 def _failed(rank: int, kind: str, error: dict[str, str]) -> dict[str, Any]:

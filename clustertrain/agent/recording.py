@@ -17,11 +17,14 @@ from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
 from clustertrain.telemetry.sampler import Intervals, Sampler
-from clustertrain.telemetry.segments import blocks
 from clustertrain.telemetry.snapshot import Snapshot
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
 WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
+STOP_S = 5.0  # for the sampler, the alerts and the exporter together
+HURRIED_STOP_S = 2.0  # where the job is being ended
+LOOK_S = 1.0
+REAP_S = 0.5
 _POLL_S = 0.1
 
 
@@ -91,47 +94,60 @@ class Recording:
             self._exporter.to.start()
 
     def quiet(self) -> None:
-        """The ranks have been told to stop: what costs time beside them ends."""
+        """The ranks have been told to stop: what takes time beside them ends. Waits for nothing."""
         if self._leftovers is not None:
-            proc.end(self._leftovers, 0.0)
+            self._leftovers.kill()
         if self._sampler is not None:
             self._watch.quiet()
 
     def compact_earlier(self) -> None:
         """Begin on what attempts before this one left, beside the training and with the least priority."""
-        left = [
-            folder
-            for attempt in self._run.attempts()
-            if attempt.n < self._attempt.n and attempt.telemetry.is_dir()
-            for node in sorted(attempt.telemetry.iterdir())
-            for folder in sorted(node.iterdir())
-            if _worth(folder)
-        ]
-        if left:
-            self._leftovers = _compaction(left)
+        folders = [a.telemetry for a in self._run.attempts() if a.n < self._attempt.n]
+        if folders:
+            self._leftovers = self._compaction(folders)
 
-    def stop(self) -> None:
-        """Write what waits and end; what compaction is under way is left as it is."""
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """Write what waits and end. Whatever is held up by the driver, the disk or the network is left behind."""
         if self._leftovers is not None:
-            proc.end(self._leftovers, 0.5)
-        if self._sampler is not None and not self._stopped:
-            self._stopped = True
-            self._sampler.stop()
-            self._watch.stop()
-            self._exporter.to.stop()
+            _kill(self._leftovers)
+        if self._sampler is None or self._stopped:
+            return
+        self._stopped = True
+        until = clock.monotonic() + timeout_s
+        self._sampler.ask_to_stop()
+        self._watch.quiet()
+        for stop in (self._sampler.stop, self._watch.stop, self._exporter.to.stop):
+            stop(max(0.0, until - clock.monotonic()))
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
         """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
-        folders = sorted(filter(_worth, self._folder.iterdir())) if self._folder.is_dir() else []
-        if not folders:
+        child = self._compaction([self._folder]) if self._folder.is_dir() else None
+        if child is None:
             return
-        child = _compaction(folders)
-        try:
-            clock.wait_until(lambda: child.poll() is not None or interrupted(), COMPACTION_S, _POLL_S)
-        finally:
-            proc.end(child, 0.5)
+        until = clock.monotonic() + COMPACTION_S
+        # The question may go to a busy filesystem, from every node: once a second.
+        while not clock.wait_until(lambda: child.poll() is not None, LOOK_S, _POLL_S):
+            if interrupted() or clock.monotonic() > until:
+                _kill(child)  # whatever it was at: the next one completes it
+                return
         if child.returncode:
             self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
+
+    def _compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
+        """Of segments that nobody writes any more. None where no process could be started."""
+        argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", "--quiet"]
+        argv += ["--at-least", str(WORTH_BYTES), *map(str, folders)]
+        try:
+            return proc.start(argv, ignore_stop_signals=True)
+        except OSError as e:  # the limit on processes is reached, say
+            self._log.write("telemetry_left", why=f"compaction could not be started: {e}")
+            return None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """A process that hangs in the filesystem does not end at once; it is left behind."""
+    child.kill()
+    clock.wait_until(lambda: child.poll() is not None, REAP_S, _POLL_S / 2)
 
 
 class _Exported:
@@ -149,16 +165,3 @@ class _Exported:
     def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
         if kind == "xid" and xid is not None:
             self.to.xid(uuid, xid, count)
-
-
-def _compaction(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """Of segments that nobody writes any more."""
-    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", *map(str, folders)]
-    return proc.start(argv, ignore_stop_signals=True)
-
-
-def _worth(folder: Path) -> bool:
-    try:
-        return (folder / blocks.NAME).stat().st_size >= WORTH_BYTES
-    except OSError:
-        return False

@@ -20,7 +20,7 @@ from clustertrain import clock
 from clustertrain.run import beat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers import allocation
-from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.gpu_events import GpuEvent, GpuEvents, Storm
 from clustertrain.telemetry.readers.host import HostReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.readers.processes import JobProcesses
@@ -98,6 +98,7 @@ class Sampler:
         self._nvml_reason: str | None = None
         self._nvml_retry = Backoff(30, 600)
         self._events: GpuEvents | None = None
+        self._storm = Storm()
         self._readers: list[GpuReader] = []
         self._facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
@@ -125,6 +126,10 @@ class Sampler:
             self._event("telemetry_failed", reason=f"no thread could be started: {e}")
             return
         self._ready.wait(timeout_s)
+
+    def ask_to_stop(self) -> None:
+        """Let the thread end, and do not wait for it."""
+        self._stop.set()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Write what waits and end. False when the driver or the disk held the thread longer than ``timeout_s``."""
@@ -178,6 +183,7 @@ class Sampler:
             self._heal(host)
             # From the start, so that nothing drifts. Ticks that a slow driver made us miss show as missing coverage.
             tick = max(tick + 1, int((clock.monotonic() - start) / every.sample_s))
+        self._tell_events(self._storm.rest())
         self._writer.end(self._elapsed())
 
     def _elapsed(self) -> float:
@@ -245,9 +251,14 @@ class Sampler:
             row += [NAN] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
         self._put(fields.FAST, at, row)
         if self._events is not None:
-            for e in self._events.poll():
-                self._event("gpu_event", uuid=e.uuid, kind=e.kind, xid=e.xid, count=e.count)
+            found = self._events.poll()
+            for e in found:
                 self._tell_observers("event", e.kind, e.uuid, xid=e.xid, count=e.count)
+            self._tell_events(self._storm.due(found, at))
+
+    def _tell_events(self, found: Sequence[GpuEvent]) -> None:
+        for e in found:
+            self._event("gpu_event", uuid=e.uuid, kind=e.kind, xid=e.xid, count=e.count)
 
     def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()

@@ -70,7 +70,7 @@ class Notifier:
         time belongs to the checkpoint. Events and log go on."""
         self._quiet.set()
 
-    def stop(self) -> bool:
+    def stop(self, timeout_s: float = STOP_S) -> bool:
         """Give up what waits. False when a webhook held the thread for more than two seconds; it ends by itself."""
         self._quiet.set()
         thread = self._thread
@@ -78,7 +78,7 @@ class Notifier:
             return True
         with contextlib.suppress(queue.Full):  # then it looks at the flag after each
             self._queue.put_nowait(None)
-        thread.join(STOP_S)
+        thread.join(timeout_s)
         return not thread.is_alive()
 
     def _enqueue(self, alert: Alert) -> None:

@@ -77,12 +77,12 @@ class Watch:
         self._stop.set()
         self._notifier.quiet()
 
-    def stop(self) -> bool:
-        """False where a thread did not end in two seconds; they hold nothing and end with the process."""
+    def stop(self, timeout_s: float = STOP_S) -> bool:
+        """False where a thread did not end in time; they hold nothing and end with the process."""
         self._stop.set()
-        ended = self._notifier.stop()
+        ended = self._notifier.stop(timeout_s)
         if self._thread.ident is not None:
-            self._thread.join(STOP_S)
+            self._thread.join(timeout_s)
         return ended and not self._thread.is_alive()
 
     def _send(self, alerts: list[Alert]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ Kind = Literal["xid", "ecc_corrected", "ecc_uncorrected"]
 _KINDS: dict[int, Kind] = {0x1: "ecc_corrected", 0x2: "ecc_uncorrected", 0x8: "xid"}
 _WANTED = 0x1 | 0x2 | 0x8
 _TIMEOUT = 10  # nvmlReturn_t: nothing has happened
+EVERY_S = 60.0
 _LOST = ("GPU_IS_LOST", "RESET_REQUIRED")
 _WHOLE_GPU = 0xFFFFFFFF  # as the number of a GPU instance: the event is not of a MIG slice
 _MOST_AT_ONCE = 1000  # a storm of ECC errors must not hold up the samples; the rest waits in the queue
@@ -147,6 +149,35 @@ class GpuEvents:
                 self._nvml.call("nvmlEventSetFree", self._set)
         self._set = None
         self._boards, self._slices = {}, {}
+
+
+class Storm:
+    """Holds back what comes again and again: a line for each of thousands of errors tells no more than their number.
+
+    The first of its kind is due at once, what follows once a minute, summed up. Corrected errors are never due: their
+    counter has them.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, Kind, int | None], float] = {}
+        self._held: dict[tuple[str, Kind, int | None], GpuEvent] = {}
+
+    def due(self, found: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
+        """What is to be told at ``now`` (monotonic s), of ``found`` and of what was held back."""
+        for e in found:
+            key = (e.uuid, e.kind, e.xid)
+            before = self._held.get(key)
+            if e.kind != "ecc_corrected":
+                self._held[key] = e if before is None else msgspec.structs.replace(e, count=before.count + e.count)
+        ready = [k for k in self._held if now >= self._told.get(k, -math.inf) + EVERY_S]
+        self._told.update(dict.fromkeys(ready, now))
+        return [self._held.pop(k) for k in ready]
+
+    def rest(self) -> list[GpuEvent]:
+        """At the end, what was held back."""
+        left = list(self._held.values())
+        self._held.clear()
+        return left
 
 
 def _address(handle: Any) -> int:

@@ -141,16 +141,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m clustertrain.telemetry.segments.compact", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a segment's, node's or attempt's")
     parser.add_argument("--ended", action="store_true", help="the samplers are gone, also those that did not say so")
+    parser.add_argument("--at-least", type=int, default=0, metavar="BYTES", help="leave fewer samples as they are")
+    parser.add_argument("--quiet", action="store_true", help="tell of failures alone")
     options = parser.parse_args(argv)
     os.nice(19)
     failed = 0
     for folder in (segment for given in options.folders for segment in segments_below(given)):
         try:
-            print(f"{folder}: {compact(folder, ended=options.ended)}")
+            if _size(folder) < options.at_least:
+                continue
+            done = compact(folder, ended=options.ended)
+            if not options.quiet:
+                print(f"{folder}: {done}")
         except (OSError, ValueError) as e:
             print(f"{folder}: {e}", file=sys.stderr)
             failed = 1
     return failed
+
+
+def _size(folder: Path) -> int:
+    """Of the samples; what of a compaction is to be completed counts as well."""
+    files = [folder / blocks.NAME, *folder.glob("*.parquet")]
+    return sum(f.stat().st_size for f in files if f.exists())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from clustertrain import clock
 from clustertrain.agent import recording
 from clustertrain.agent.recording import Recording
+from clustertrain.run import events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.telemetry.segments.series import open_node
@@ -52,22 +53,44 @@ def test_an_attempt_that_ended_by_itself_is_compacted(run: RunDir, monkeypatch: 
     assert segment.n == 300
 
 
-def test_who_is_in_a_hurry_is_not_held_up_and_nothing_is_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(run.attempt(1), monkeypatch)
-    recorder(run, run.attempt(1)).compact(lambda: True)
+    monkeypatch.setattr(recording, "WORTH_BYTES", 1 << 30)
+    recorder(run, run.attempt(1)).compact(lambda: False)
     assert (folder / "samples.jsonl.gz").exists()
+    assert not (folder / "fast.parquet").exists()
+
+
+def test_an_order_to_stop_ends_the_compaction_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets the child begin, and then does not wait for its end."""
+    folder = written(run.attempt(1), monkeypatch)
+    monkeypatch.setattr(recording, "LOOK_S", 0.01)
+    recorder(run, run.attempt(1)).compact(lambda: True)
     (segment,) = open_node(folder.parent)
     assert (segment.n, segment.trouble) == (300, None)
 
 
-def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written(run.attempt(1), monkeypatch)
-    monkeypatch.setattr(recording, "WORTH_BYTES", 1 << 30)
-    started: list[object] = []
-    monkeypatch.setattr(recording, "_compaction", started.append)
-    recorder(run, run.attempt(1)).compact(lambda: False)
-    assert (folder / "samples.jsonl.gz").exists()
-    assert started == []
+def test_a_file_in_the_way_does_not_end_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = written(run.attempt(1), monkeypatch)
+    (run.attempt(1).telemetry / ".nfs000001").write_text("")
+    second = recorder(run, run.attempt(2))
+    second.compact_earlier()
+    assert clock.wait_until(lambda: not (left / "samples.jsonl.gz").exists(), 60, 0.05)
+    second.stop()
+
+
+def test_no_process_to_be_had_is_an_event(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(run.attempt(1), monkeypatch)
+
+    def refused(*args: object, **kw: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(recording.proc, "start", refused)
+    second = recorder(run, run.attempt(2))
+    second.compact_earlier()
+    second.stop()
+    (event,) = events.named(events.of_attempt(run.attempt(2)), "telemetry_left")
+    assert "could not be started" in event["why"]
 
 
 def test_the_next_attempt_compacts_what_a_preempted_one_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.telemetry import xids
+from clustertrain.telemetry.readers.gpu_events import GpuEvent, Kind, Storm
 from tests.nvml_stub.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 
@@ -106,3 +107,18 @@ def test_what_a_program_did_is_told_from_what_the_hardware_did() -> None:
 def test_a_number_that_the_table_lacks() -> None:
     unknown = xids.of(4711)
     assert (unknown.name, unknown.severity) == ("XID 4711", "warning")
+
+
+def test_a_storm_is_told_once_a_minute_with_its_number() -> None:
+    def came(t: float, kind: Kind = "xid", count: int = 1) -> GpuEvent:
+        return GpuEvent(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
+
+    storm = Storm()
+    assert storm.due([came(0.0)], 0.0) == [came(0.0)]
+    assert [storm.due([came(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
+    assert storm.due([], 60.0) == [came(59.0, count=59)]
+    assert storm.due([came(61.0, "ecc_corrected")], 61.0) == []
+    assert storm.due([came(61.0, "ecc_uncorrected")], 61.0) == [came(61.0, "ecc_uncorrected")]
+    assert storm.due([came(62.0)], 62.0) == []
+    assert storm.rest() == [came(62.0)]
+    assert storm.rest() == []
