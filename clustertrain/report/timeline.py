@@ -46,6 +46,7 @@ class Kind(NamedTuple):
 _KINDS = {
     "gpu_lost": Kind("L", "GPU lost", 0, True, "bold red"),
     "xid": Kind("X", "XID", 1, True, "bold red"),
+    "ecc": Kind("M", "memory error", 1, True, "bold red"),
     "alert": Kind("A", "alert", 2, True, "bold yellow"),
     "signal": Kind("!", "signal", 3, True, "bold yellow"),
     "requeued": Kind("Q", "requeue", 4, True, "bold yellow"),
@@ -56,8 +57,12 @@ _KINDS = {
     "checkpoint": Kind("c", "checkpoint", 9, False),
     "restored": Kind("r", "restore", 10, False),
     "first_step": Kind("f", "first step", 11, False),
+    "telemetry_failed": Kind("T", "sampler's trouble", 12, True, "bold yellow"),
+    "stopped": Kind("N", "not continued", 13, True, "bold yellow"),
+    "ended": Kind("E", "end", 14, True),
+    "started": Kind("s", "start", 15, False),
 }
-_OTHER = Kind("o", "other event", 12, True)
+_OTHER = Kind("o", "other event", 16, True)
 
 
 class Axis(NamedTuple):

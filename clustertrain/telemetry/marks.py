@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from clustertrain.plan.layout import counted
 from clustertrain.run.events import Event
+from clustertrain.telemetry import xids
 from clustertrain.telemetry.summary import Mark
 
 
@@ -41,12 +43,20 @@ def _gpu(e: Event) -> str:
     return str(e.get("uuid", "a GPU")) if e.get("index") is None else f"GPU {e['index']} of {e.get('host', '?')}"
 
 
+def _gpu_event(e: Event) -> Mark:
+    """Under the kind ``xid``, or ``ecc`` of memory errors."""
+    often = f" {count} times" if (count := int(e.get("count") or 1)) > 1 else ""
+    if e.get("kind") == "xid" and e.get("xid") is not None:
+        return Mark(float(e["t"]), "xid", f"XID {e['xid']}{often} on {_gpu(e)}: {xids.of(int(e['xid'])).name}")
+    return Mark(float(e["t"]), "ecc", f"memory error not corrected{often} on {_gpu(e)}")
+
+
 def _alert(e: Event) -> str:
     return f"alert {e.get('state', 'raised')}: {e.get('text', e.get('rule', ''))}"
 
 
 _WORDS: dict[str, Callable[[Event], Mark]] = {
-    "started": _point(lambda e: f"started on {len(e.get('nodes') or ())} nodes"),
+    "started": _point(lambda e: f"started on {counted(len(e.get('nodes') or ()), 'node')}"),
     "first_step": _point(lambda e: f"first step, number {e.get('step')}"),
     "restored": _lasting("restore_s", lambda e: f"restored step {e.get('step')}"),
     "checkpoint": _checkpoint,
@@ -56,8 +66,10 @@ _WORDS: dict[str, Callable[[Event], Mark]] = {
     "save_given_up": _point(lambda e: f"no time for the checkpoint of step {e.get('step')}"),
     "gpu_lost": _point(lambda e: f"{_gpu(e)} was lost"),
     "gpu_back": _point(lambda e: f"{_gpu(e)} is back"),
-    "gpu_event": _point(lambda e: f"{_gpu(e)}: {e.get('kind')} {e.get('xid') or ''}".rstrip()),
+    "gpu_event": _gpu_event,
     "alert": _point(_alert),
+    "telemetry_failed": _point(lambda e: f"the sampler of {e.get('host')}: {e.get('reason')}"),
     "ended": _point(lambda e: f"{e.get('ending')}: {e.get('reason')}"),
+    "stopped": _point(lambda e: f"not continued: {e.get('why')}"),
     "requeued": _point(lambda e: f"requeued ({e.get('how')})"),
 }

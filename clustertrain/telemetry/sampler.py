@@ -257,8 +257,9 @@ class Sampler:
             self._tell_events(self._storm.due(found, at))
 
     def _tell_events(self, found: Sequence[GpuEvent]) -> None:
+        index = {f.uuid: f.index for f in self._facts}
         for e in found:
-            self._event("gpu_event", uuid=e.uuid, kind=e.kind, xid=e.xid, count=e.count)
+            self._event("gpu_event", uuid=e.uuid, index=index.get(e.uuid), kind=e.kind, xid=e.xid, count=e.count)
 
     def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()

@@ -66,10 +66,10 @@ def drawn(curves: Curves) -> list[Chart]:
 
 # The timeline's lanes from top to bottom, and the sign that each draws: meaning is not by colour alone.
 _LANES = {
-    "Faults": ("cross", ("xid", "gpu_lost", "gpu_back", "telemetry_failed", "save_given_up", "hang")),
+    "Faults": ("cross", ("xid", "ecc", "gpu_lost", "gpu_back", "telemetry_failed", "save_given_up")),
     "Alerts": ("diamond", ("alert",)),
-    "Stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "cancelled", "ended", "preempted")),
-    "Restores": ("up", ("restored", "restore", "first_step")),
+    "Stops": ("square", ("signal", "stop_agreed", "stopped", "requeued", "ended")),
+    "Restores": ("up", ("started", "restored", "first_step")),
     "Checkpoints": ("bar", ("checkpoint",)),
     "Evaluations": ("bar", ("evaluation",)),
 }

@@ -1,0 +1,56 @@
+"""What stands on the timelines of the report, from the events as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clustertrain.report import timeline
+from clustertrain.report.html import charts
+from clustertrain.telemetry import marks
+from clustertrain.telemetry.summary import AttemptSummary, Mark, Window
+
+
+def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
+    return {"t": t, "mono": t, "host": "n1", "pid": 1, "event": name, **fields}
+
+
+def only(log: list[dict[str, Any]]) -> Mark:
+    (mark,) = marks.of_events(log)
+    return mark
+
+
+def test_an_error_of_the_driver_is_a_fault_on_both_timelines() -> None:
+    mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="xid", xid=79, count=3)])
+    assert (mark.kind, mark.text) == ("xid", "XID 79 3 times on GPU 1 of n1: GPU fell off the bus")
+    assert timeline._kind(mark).word == "XID"
+    attempt = AttemptSummary(1, "1", Window(0.0, 200.0), ["n1"], events=[mark])
+    assert charts.lanes([charts._place(m, attempt.n) for m in attempt.events]) == ["Faults"]
+
+
+def test_a_memory_error_is_no_xid() -> None:
+    mark = only([event("gpu_event", uuid="GPU-b", index=1, kind="ecc_uncorrected", xid=None, count=1)])
+    assert (mark.kind, mark.text) == ("ecc", "memory error not corrected on GPU 1 of n1")
+
+
+def test_what_lasts_begins_when_it_began() -> None:
+    saved = only([event("checkpoint", t=110.0, t_begin=104.0, step=5, save_s=6.0, stall_s=0.5, reason="stop")])
+    assert (saved.t, saved.end, saved.text) == (104.0, 110.0, "checkpoint of step 5 (stop)")
+    older = only([event("evaluation", t=110.0, step=5, eval_s=4.0)])
+    assert (older.t, older.end) == (106.0, 110.0)
+
+
+def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
+    """But for a kind that a later version writes."""
+    kinds = {"xid", "ecc", *marks._WORDS} - {"gpu_event"}
+    laned = {kind for _, of in charts._LANES.values() for kind in of}
+    assert kinds <= laned
+    assert kinds <= timeline._KINDS.keys()
+    assert laned <= kinds
+    signs = [k.sign for k in timeline._KINDS.values()]
+    assert len(set(signs)) == len(signs)
+
+
+def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
+    log = [event("ended", t=9.0, ending="completed", reason="all ranks completed"), event("agent_started", t=2.0)]
+    log.append(event("started", t=1.0, nodes=["n1", "n2"]))
+    assert [m.text for m in marks.of_events(log)] == ["started on 2 nodes", "completed: all ranks completed"]
