@@ -30,6 +30,7 @@ from clustertrain.telemetry.snapshot import Snapshot
 
 OnEvent = Callable[..., Any]
 NAN = float("nan")
+SETTLED_S = 120.0  # an alert is cleared when all was well for a while
 
 
 class Intervals(msgspec.Struct, frozen=True):
@@ -105,7 +106,7 @@ class Sampler:
         self._newest: dict[fields.Pace, list[float]] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._lost: set[str] = set()
-        self._returned: set[str] = set()
+        self._returned: dict[str, float] = {}  # until when it is told again and again
         self._write_failed = False
         self._begin = 0.0
         self._ready = threading.Event()
@@ -173,8 +174,10 @@ class Sampler:
             now = clock.monotonic()
             if now >= next_slow:
                 self._slow(host, processes, beats)
-                for uuid in self._returned:
+                for uuid, until in list(self._returned.items()):
                     self._tell_observers("event", "gpu_back", uuid)
+                    if now > until:
+                        del self._returned[uuid]
                 next_slow = now + every.slow_s
             if now >= next_flush:
                 self._flush()
@@ -320,13 +323,13 @@ class Sampler:
         uuid, reason = reader.device.uuid, reader.lost
         if reason is not None and uuid not in self._lost:
             self._lost.add(uuid)
-            self._returned.discard(uuid)
+            self._returned.pop(uuid, None)
             self._event("gpu_lost", uuid=uuid, index=reader.device.index, reason=reason)
             self._tell_observers("event", "gpu_lost", uuid)
         elif reason is None and uuid in self._lost:
             self._lost.remove(uuid)
             self._event("gpu_back", uuid=uuid, index=reader.device.index)
-            self._returned.add(uuid)
+            self._returned[uuid] = clock.monotonic() + SETTLED_S
             if self._events is not None:
                 self._events.open()
 

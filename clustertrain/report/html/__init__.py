@@ -31,7 +31,9 @@ def write(summary: Summary, curves: Curves, path: Path) -> int:
     check(path)
     data = page.render(summary, curves).encode("utf-8", "replace")  # a lone surrogate of a file's name
     try:
-        fsio.write_bytes(path, data)
+        # As any program of the user's would: as open to others as the umask says.
+        with fsio.replacing(path, mode=0o666) as f:
+            f.write(data)
     except OSError as e:
         raise ConfigError(f"{path} cannot be written: {e.strerror}", fix=_FIX) from e
     return len(data)

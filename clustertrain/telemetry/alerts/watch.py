@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from clustertrain.telemetry.alerts.rules import Alerts
 from clustertrain.telemetry.segments.newest import Newest
 from clustertrain.telemetry.snapshot import Snapshot
 
-LOOK_S = 60.0
+LOOK_S = 60.0  # and more rarely where there are so many nodes that it would cost more than
+MOST_SHARE = 0.001  # of a core
 
 
 class Watch:
@@ -97,11 +99,14 @@ class Watch:
             self._on_event("telemetry_failed", reason=f"an alert's rule failed: {type(error).__name__}: {error}")
 
     def _look_around(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        pause_s = LOOK_S
+        while not self._stop.wait(pause_s):
+            began = time.thread_time()
             try:
                 self._look()
             except Exception as e:  # the thread's edge
                 self._tell_failure(e)
+            pause_s = max(LOOK_S, (time.thread_time() - began) / MOST_SHARE)
 
     def _look(self) -> None:
         if self._newest is None:

@@ -53,6 +53,7 @@ class GpuEvents:
         self._now = now
         self._set: Any = None
         self._data: Any = None
+        self._registered = False
         self._boards: dict[int, str] = {}
         self._slices: dict[str, list[tuple[int | None, str]]] = {}
         self.reasons: dict[str, str] = {}
@@ -72,7 +73,9 @@ class GpuEvents:
             self.reasons = {d.uuid: e.reason for d in self._devices}
             return
         self._data = self._nvml.lib.c_nvmlEventData_t()
-        self._nvml.before_close(self._release)
+        if not self._registered:
+            self._registered = True
+            self._nvml.before_close(self._closing)
         for board in dict.fromkeys(d.parent or d.uuid for d in self._devices):
             try:
                 if board in lost:
@@ -142,6 +145,10 @@ class GpuEvents:
         else:  # it is not told which
             self.reasons = {d.uuid: error.reason for d in self._devices}
             self._release()
+
+    def _closing(self) -> None:
+        self._registered = False
+        self._release()
 
     def _release(self) -> None:
         if self._set is not None:
