@@ -11,9 +11,16 @@ from clustertrain.telemetry.summary import Mark
 
 
 def of_events(log: Iterable[Event]) -> list[Mark]:
-    """The marks of one attempt's events, oldest first; what nobody looks for on a timeline is left out."""
-    found = [_WORDS[str(e["event"])](e) for e in log if e["event"] in _WORDS]
-    return sorted(found, key=lambda m: m.t)
+    """The marks of one attempt's events, oldest first; what nobody looks for on a timeline is left out, and what is
+    told twice: an alert of what is an event itself, and every agent's word of the signal that ends the attempt."""
+    found = [_WORDS[str(e["event"])](e) for e in log if e["event"] in _WORDS and not _is_an_event(e)]
+    found.sort(key=lambda m: m.t)
+    first = next((m for m in found if m.kind == "signal"), None)
+    return [m for m in found if m.kind != "signal" or m is first]
+
+
+def _is_an_event(e: Event) -> bool:
+    return e["event"] == "alert" and e.get("code") in ("xid", "gpu_lost", "ecc_uncorrected")
 
 
 def _point(text: Callable[[Event], str]) -> Callable[[Event], Mark]:
@@ -40,7 +47,9 @@ def _checkpoint(e: Event) -> Mark:
 
 
 def _gpu(e: Event) -> str:
-    return str(e.get("uuid", "a GPU")) if e.get("index") is None else f"GPU {e['index']} of {e.get('host', '?')}"
+    if e.get("index") is None:
+        return str(e.get("uuid", "a GPU"))
+    return f"GPU {e['index']} of {e.get('node') or e.get('host', '?')}"
 
 
 def _gpu_event(e: Event) -> Mark:

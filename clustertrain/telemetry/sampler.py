@@ -30,6 +30,7 @@ from clustertrain.telemetry.snapshot import Snapshot
 
 OnEvent = Callable[..., Any]
 NAN = float("nan")
+_NEVER_THERE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: it is not shown to this job
 SETTLED_S = 120.0  # an alert is cleared when all was well for a while
 
 
@@ -321,6 +322,8 @@ class Sampler:
 
     def _tell_loss(self, reader: GpuReader) -> None:
         uuid, reason = reader.device.uuid, reader.lost
+        if (reader.device.reason or "").startswith(_NEVER_THERE):
+            return  # the report tells it from the allocation
         if reason is not None and uuid not in self._lost:
             self._lost.add(uuid)
             self._returned.pop(uuid, None)
@@ -384,7 +387,7 @@ class Sampler:
         if self._on_event is None:
             return
         with contextlib.suppress(OSError):  # the disk that refuses the samples refuses the events too
-            self._on_event(name, **values)
+            self._on_event(name, node=self._node, **values)
 
 
 def _float(value: float | None) -> float:

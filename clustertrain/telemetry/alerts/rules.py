@@ -170,7 +170,7 @@ class Alerts:
         if rank is not None and rank.phase is not None and 0 <= rank.phase < len(beat.PHASES):
             doing = f"its rank {rank.rank} is in the phase {beat.PHASES[rank.phase]}"
         fix = "ask for fewer GPUs" if gpu.rank is None else f"see `clustertrain logs --rank {gpu.rank}`"
-        text = f"{gpu.where} of {self._node} has been at 0 % for {gpu.idle_s / 60:.0f} minutes; {doing}"
+        text = f"{gpu.where} of {self._node} has been at 0 % for {_minutes(gpu.idle_s)}; {doing}"
         return _finding("gpu_idle", WARNING, text, fix, gpu, gpu.idle_s / 60, self._spec.idle_min)
 
     def _memory(self, gpu: GpuWindow, bucket: GpuBucket) -> Verdict:
@@ -282,7 +282,7 @@ class Alerts:
         return Finding(
             code="hung",
             severity=CRITICAL,
-            text=f"no step for {self._stalled_s / 60:.0f} minutes, though all ranks are in training; {text}",
+            text=f"no step for {_minutes(self._stalled_s)}, though all ranks are in training; {text}",
             fix=fix.format(0 if behind is None else behind),
             uuid=gpu.facts.uuid if gpu is not None else None,
             rank=behind,
@@ -316,6 +316,10 @@ def _by_name(gpus: list[GpuWindow]) -> dict[str | None, list[GpuWindow]]:
     for gpu in gpus:
         groups.setdefault(gpu.facts.name, []).append(gpu)
     return groups
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _finding(

@@ -54,12 +54,11 @@ def _unused_note(job: Job, gpu: GpuSummary) -> Note:
 
 
 def _throttled(job: Job, found: Found) -> dict[Key, Note]:
+    """Also of a GPU that was lost in the end: heat may be why."""
     notes = {}
-    typical = {}
-    for gpus in _by_kind(job, found):
-        if len(gpus) > 1 and (clocks := _known(gpus, facts.sm_clock_mhz)):
-            typical[_kind(gpus[0])] = statistics.median(clocks.values())
-    for gpu in job.working:
+    clocks = {_kind(gpus[0]): _known(gpus, facts.sm_clock_mhz) for gpus in _by_kind(job, found)}
+    lost = [g for g in job.summary.gpus if key(g) in job.lost and facts.busy(g) is not None]
+    for gpu in [*job.working, *lost]:
         shares = [(facts.throttled(gpu, cause) or 0.0, cause) for cause in ("thermal", "hardware")]
         share, cause = max(shares)
         if share < THROTTLED:
@@ -67,18 +66,21 @@ def _throttled(job: Job, found: Found) -> dict[Key, Note]:
         by = "heat" if cause == "thermal" else "its board or power supply (hardware slowdown)"
         warm = gpu.temperature_c
         reached = f"; it reached {warm.max:.0f} °C" if warm is not None and cause == "thermal" else ""
-        text = f"{where(gpu)} throttles: {by} held its clock down for {share:.0%} of the training{_clock(gpu, typical)}"
+        text = f"{where(gpu)} throttles: {by} held its clock down for {share:.0%} of the training"
+        text += _clock(gpu, clocks.get(_kind(gpu), {}))
         look = "the cooling of the node" if cause == "thermal" else "power cables and power brake of the node"
         fix = f"{job.without(gpu.node)}; ask the administrators to look at {look}"
         notes[key(gpu)] = of_gpu(gpu, WARNING, "throttled", text + reached, fix)
     return notes
 
 
-def _clock(gpu: GpuSummary, typical: Mapping[Kind, float]) -> str:
+def _clock(gpu: GpuSummary, clocks: Mapping[Key, float]) -> str:
     """Its clock beside that of the others of its kind, in words."""
-    mine, others = facts.sm_clock_mhz(gpu), typical.get(_kind(gpu))
+    mine = facts.sm_clock_mhz(gpu)
     if mine is None:
         return ""
+    rest = [clock for of, clock in clocks.items() if of != key(gpu)]
+    others = statistics.median(rest) if rest else None
     return f", to {mine:,.0f} MHz" + (f" where the others run at {others:,.0f}" if others and others > mine else "")
 
 

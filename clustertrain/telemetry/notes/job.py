@@ -95,7 +95,9 @@ class Job:
         return training.step_s.p50 if training is not None and training.step_s is not None else None
 
     def without(self, node: str) -> str:
-        """The command that goes on without a node."""
+        """The command that goes on without a node, or begins without it next time."""
+        if self.summary.state in ("completed", "cancelled"):
+            return f"`clustertrain submit --exclude {node}` leaves the node out next time"
         return f"`clustertrain requeue {self.summary.run} --exclude {node}` goes on without the node"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
-from clustertrain.telemetry.notes.job import INFO, WARNING, Job, counted, of_gpu, where
+from clustertrain.telemetry.notes.job import INFO, WARNING, Job, counted, key, of_gpu, where
 from clustertrain.telemetry.summary import GpuSummary, Note
 
 ENOUGH_COVERAGE = 0.9
@@ -62,11 +62,16 @@ def _unreadable(job: Job) -> Iterable[Note]:
 
 
 def _missing_fields(job: Job) -> Iterable[Note]:
-    """One note for all fields that the same GPUs lack for the same reason."""
+    """One note for all fields that the same GPUs lack for the same reason, throughout or for good."""
     lacking: dict[tuple[str, str], list[GpuSummary]] = {}
     for gpu in job.summary.gpus:
         for name, reason in gpu.nulls.items():
-            if reason.startswith(_LASTING):
+            throughout = (
+                "samples)" not in reason
+                and key(gpu) not in job.lost
+                and not reason.startswith(("NOT_FOUND", "no sample"))
+            )
+            if reason.startswith(_LASTING) or throughout:
                 lacking.setdefault((name, reason.partition(" (")[0]), []).append(gpu)
     alike: dict[tuple[str, tuple[int, ...]], tuple[list[str], list[GpuSummary]]] = {}
     for (name, reason), gpus in lacking.items():

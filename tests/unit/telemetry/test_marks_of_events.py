@@ -54,3 +54,18 @@ def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
     log = [event("ended", t=9.0, ending="completed", reason="all ranks completed"), event("agent_started", t=2.0)]
     log.append(event("started", t=1.0, nodes=["n1", "n2"]))
     assert [m.text for m in marks.of_events(log)] == ["started on 2 nodes", "completed: all ranks completed"]
+
+
+def test_what_is_told_twice_stands_once() -> None:
+    log = [
+        event("gpu_event", t=5.0, uuid="GPU-b", index=1, kind="xid", xid=79, count=1, node="node02"),
+        event("alert", t=5.1, code="xid", text="XID 79"),
+        event("alert", t=6.0, code="gpu_idle", state="raised", text="GPU 0 is idle"),
+        event("signal", t=7.2, source="batch"),
+        event("signal", t=7.0, source="signal:SIGTERM"),
+        event("signal", t=7.4, source="batch"),
+    ]
+    found = marks.of_events(log)
+    assert [m.kind for m in found] == ["xid", "alert", "signal"]
+    assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
+    assert found[2].text == "asked to stop (signal:SIGTERM)"

@@ -170,3 +170,29 @@ def test_outliers_are_measured_against_the_others_alone() -> None:
     assert outliers({0: 1.0}, 0.1, above=True) == {}
     wide = {n: 100.0 + 10 * (n % 5) for n in range(20)}
     assert outliers({**wide, 20: 150.0}, 0.05, above=True) == {}, "within what is usual among them"
+
+
+def test_of_two_gpus_the_other_ones_clock_is_named() -> None:
+    (note,) = (n for n in noted(throttling(healthy(1, 2), "n1", 0)) if n.code == "throttled")
+    others = in_clock(healthy(1, 2))
+    assert f"where the others run at {others:,.0f}" in note.text
+
+
+def in_clock(summary: Summary) -> float:
+    clock = summary.gpus[1].phases["train"].sm_clock_mhz
+    assert clock is not None
+    return clock
+
+
+def test_heat_is_told_of_a_gpu_that_was_lost_later() -> None:
+    hot = throttling(healthy(4, 2), "n3", 0)
+    nulls = {"power_w": "GPU_IS_LOST: gone (100 of 3600 samples)"}
+    assert {"throttled", "gpu_lost"} <= set(codes(with_gpu(hot, "n3", 0, nulls=nulls)))
+
+
+def test_a_figure_that_fails_throughout_is_told_whatever_the_reason() -> None:
+    odd = with_gpu(healthy(1, 2), "n1", 1, utilization=None, nulls={"utilization": "UNKNOWN: an unknown error"})
+    (note,) = (n for n in noted(odd) if n.code == "field_missing")
+    assert "utilization is missing on GPU 1 of n1 (UNKNOWN: an unknown error)" in note.text
+    partly = with_gpu(healthy(1, 2), "n1", 1, nulls={"power_w": "UNKNOWN: once (1 of 3600 samples)"})
+    assert "field_missing" not in codes(partly, info=True)

@@ -87,7 +87,7 @@ def test_a_lost_gpu_is_told_once_and_not_judged() -> None:
     gone = "GPU_IS_LOST: the GPU has fallen off the bus"
     found = with_gpu(healthy(), "n2", 0, utilization=stats(0.2), nulls={"power_w": gone, "sm_clock_mhz": gone})
     assert codes(found) == ["gpu_lost"]
-    assert "requeue gpt-abc234 --exclude n2" in only(found, "gpu_lost").fix
+    assert "submit --exclude n2" in only(found, "gpu_lost").fix
 
 
 def test_memory_that_nobody_needed() -> None:

@@ -281,7 +281,7 @@ def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path)
     sampler.start()
     assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
     assert sampler.stop(60)
-    assert told == [("telemetry_failed", {"reason": "Broken is off: ValueError: blind"})]
+    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken is off: ValueError: blind"})]
     assert keeps.seen[0].values is not keeps.seen[1].values
     assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
 
