@@ -61,17 +61,17 @@ def _unreadable(job: Job) -> Iterable[Note]:
         yield Note(severity=WARNING, code="unreadable", text=text, fix=fix)
 
 
+def _is_throughout(reason: str) -> bool:
+    """Not of some samples alone, and not because there were none."""
+    return "samples)" not in reason and not reason.startswith(("NOT_FOUND", "no sample"))
+
+
 def _missing_fields(job: Job) -> Iterable[Note]:
     """One note for all fields that the same GPUs lack for the same reason, throughout or for good."""
     lacking: dict[tuple[str, str], list[GpuSummary]] = {}
     for gpu in job.summary.gpus:
         for name, reason in gpu.nulls.items():
-            throughout = (
-                "samples)" not in reason
-                and key(gpu) not in job.lost
-                and not reason.startswith(("NOT_FOUND", "no sample"))
-            )
-            if reason.startswith(_LASTING) or throughout:
+            if reason.startswith(_LASTING) or (key(gpu) not in job.lost and _is_throughout(reason)):
                 lacking.setdefault((name, reason.partition(" (")[0]), []).append(gpu)
     alike: dict[tuple[str, tuple[int, ...]], tuple[list[str], list[GpuSummary]]] = {}
     for (name, reason), gpus in lacking.items():
