@@ -83,21 +83,31 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     found = []
     last_word = max((float(e["t"]) for e in log), default=0.0)
     agents = {str(e["node"]): e for e in events.named(log, "agent_started") if "node" in e}
-    ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
+    ended = {str(e["node"]): e for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
         readable, at_once = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
         for one in readable:
-            until = one.newest_t or one.header.t
-            if one is readable[-1]:
-                until = max(until, ended.get(node, 0.0))
             began, interval_s = one.header.t, one.header.interval_s
+            until = one.newest_t or began
+            if one is readable[-1] and node in ended:
+                until = max(until, began + _elapsed(began, one.header.mono, ended[node]))
             found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=at_once))
         if not readable and node in agents:
-            start = float(agents[node]["t"])
-            until = max(start, ended.get(node, last_word))
-            found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
+            up = agents[node]
+            start = float(up["t"])
+            until = last_word if node not in ended else start + _elapsed(start, up.get("mono"), ended[node])
+            until = max(start, until)
+            found.append(Part(attempt.n, node, _from_event(up), start, until))
     return found
+
+
+def _elapsed(t: float, mono: float | None, event: events.Event) -> float:
+    """Seconds from a moment, by both clocks, to an event of the same node: by its monotonic clock, as the other one may
+    have been set meanwhile."""
+    if mono is None or event.get("mono") is None:
+        return float(event["t"]) - t
+    return float(event["mono"]) - mono
 
 
 def _one_at_a_time(segments: list[Segment]) -> tuple[list[Segment], int]:

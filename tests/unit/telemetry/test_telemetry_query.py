@@ -248,3 +248,22 @@ def test_the_samplers_failure_is_a_note(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy())], ended=400)
     event(attempt, "telemetry_failed", "n1", T0 + 100, reason="ValueError: a bug")
     assert codes(summarize(run)) == ["low_coverage", "telemetry_failed"]
+
+
+def test_a_clock_that_was_set_changes_no_coverage(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy())], seconds=600)
+    # An hour forward, between the last sample and the end.
+    event(attempt, "ranks_ended", "n1", T0 + 599.5 + 3600, mono=599.5, ending="completed", exit_code=0)
+    found = summarize(run)
+    assert found.coverage == 1.0
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
+
+
+def test_a_clock_that_was_set_makes_no_second_agent(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=30)
+    record(attempt, [(gpu(0), busy())], start=T0 + 28.0, mono=31.0, seconds=500)
+    found = summarize(run)
+    assert found.gpus[0].samples == 500
+    assert "two_agents" not in codes(found)
