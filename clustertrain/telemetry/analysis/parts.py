@@ -13,7 +13,7 @@ import numpy as np
 from clustertrain.run import events
 from clustertrain.run.folder import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
+from clustertrain.telemetry.segments.series import Segment, one_at_a_time, open_node
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.segments.totals import Adder, Total, totals_of
 from clustertrain.telemetry.summary import Window
@@ -86,7 +86,9 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     ended = {str(e["node"]): e for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
-        readable, at_once = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
+        every = [s for s in segments if not math.isnan(s.header.t)]
+        readable = one_at_a_time(every)
+        at_once = 1 + (len(readable) < len(every))
         for one in readable:
             began, interval_s = one.header.t, one.header.interval_s
             until = one.newest_t or began
@@ -108,12 +110,6 @@ def _elapsed(t: float, mono: float | None, event: events.Event) -> float:
     if mono is None or event.get("mono") is None:
         return float(event["t"]) - t
     return float(event["mono"]) - mono
-
-
-def _one_at_a_time(segments: list[Segment]) -> tuple[list[Segment], int]:
-    """Without those that a second agent of the node wrote while the first did; how many wrote at once."""
-    second = {id(later) for _, later in overlapping(segments)}
-    return [s for s in segments if id(s) not in second], 1 + bool(second)
 
 
 def unreadable(attempt: AttemptDir) -> list[str]:

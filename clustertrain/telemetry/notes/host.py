@@ -87,7 +87,7 @@ def _clock_steps(job: Job) -> Iterable[Note]:
 def _agents(job: Job) -> Iterable[Note]:
     for h in job.summary.hosts:
         if h.agents_max > 1:
-            text = f"{h.agents_max} agents recorded {h.node} at the same time; the one that began first is counted"
+            text = f"{h.agents_max} agents recorded {h.node} at the same time; the longer recording is counted"
             fix = "start one agent a node: in a job script of one's own, srun with --ntasks-per-node=1"
             yield Note(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
 

@@ -332,3 +332,18 @@ def overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
     spans = [(s.header.mono, s.header.mono + s.newest_d, s) for s in segments if s.newest_d is not None]
     spans.sort(key=lambda span: span[0])
     return [(a, b) for i, (_, end, a) in enumerate(spans) for start, _, b in spans[i + 1 :] if start < end]
+
+
+def one_at_a_time(segments: Sequence[Segment]) -> list[Segment]:
+    """Those that count where two agents recorded a node: of segments written at the same time the longest."""
+    if len(segments) < 2:
+        return list(segments)
+    clashes: dict[int, set[int]] = {}
+    for a, b in overlapping(segments):
+        clashes.setdefault(id(a), set()).add(id(b))
+        clashes.setdefault(id(b), set()).add(id(a))
+    kept: set[int] = set()
+    for segment in sorted(segments, key=lambda s: -(s.newest_d or 0.0)):
+        if not clashes.get(id(segment), set()) & kept:
+            kept.add(id(segment))
+    return [s for s in segments if id(s) in kept]

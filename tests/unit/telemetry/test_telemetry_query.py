@@ -3,10 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
+from clustertrain.telemetry.analysis.curves import curves
 from clustertrain.telemetry.analysis.query import Request, summarize
 from clustertrain.telemetry.summary import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
@@ -267,3 +269,16 @@ def test_a_clock_that_was_set_makes_no_second_agent(run: RunDir) -> None:
     found = summarize(run)
     assert found.gpus[0].samples == 500
     assert "two_agents" not in codes(found)
+
+
+def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy(0.1))], seconds=60)
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver came back
+    found = summarize(run)
+    assert found.gpus[0].samples == found.gpus[0].expected == 600
+    assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
+    assert "two_agents" in codes(found)
+    shown = curves(run, found).gpus.values["utilization"]
+    assert shown[np.isfinite(shown)] == pytest.approx(0.7)
