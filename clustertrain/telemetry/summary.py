@@ -135,10 +135,10 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. ``nvml`` says why it has no GPU figures, else None. ``cpu_allocated`` and ``memory_allocated_gib`` are
-    the job's on this node, None where nothing says. ``agents_max``: so many samplers recorded it at the same time, of
-    which the first is counted;
-    ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back), each time."""
+    """One node. ``nvml`` says why it had no GPU figures for ``nvml_missing_s``, else None. ``cpu_allocated`` and
+    ``memory_allocated_gib`` are the job's on this node, None where nothing says. ``agents_max``: so many samplers
+    recorded it at the same time, of which the longest recording is counted; ``clock_steps_s``: by how much its wall
+    clock was set forward (or, below 0, back), each time."""
 
     node: str
     attempts: list[int]
@@ -161,6 +161,7 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_per_s: Stats | None = None
     agents_max: int = 1
     clock_steps_s: list[float] = []
+    nvml_missing_s: float = 0.0
 
 
 class AttemptSummary(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from clustertrain.telemetry.summary import Window
 class Part:
     """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up.
 
+    ``gpus`` are those that the node held; a segment without NVML has none of its own, then those of the node's others.
     ``segment`` is None where the agent came up and no file is there. ``since``: only what was sampled from there on.
     """
 
@@ -35,6 +36,15 @@ class Part:
     segment: Segment | None = None
     since: float | None = None
     agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
+
+    @property
+    def no_nvml(self) -> str | None:
+        """Why there are no GPU figures; None where there are."""
+        return None if self.segment is None else self.segment.header.nvml
+
+    @property
+    def held_s(self) -> float:
+        return max(0.0, self.until - self.start)
 
     @property
     def trouble(self) -> str | None:
@@ -89,12 +99,14 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
         every = [s for s in segments if not math.isnan(s.header.t)]
         readable = one_at_a_time(every)
         at_once = 1 + (len(readable) < len(every))
+        held = list({gpu.uuid: gpu for one in readable for gpu in one.header.gpus}.values())
         for one in readable:
+            gpus = held if one.header.nvml is not None else one.header.gpus
             began, interval_s = one.header.t, one.header.interval_s
             until = one.newest_t or began
             if one is readable[-1] and node in ended:
                 until = max(until, began + _elapsed(began, one.header.mono, ended[node]))
-            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=at_once))
+            found.append(Part(attempt.n, node, gpus, began, until, interval_s, one, agents=at_once))
         if not readable and node in agents:
             up = agents[node]
             start = float(up["t"])

@@ -51,6 +51,8 @@ class Piece:
     @property
     def reasons(self) -> dict[str, str]:
         """By field."""
+        if self.part.no_nvml is not None:
+            return dict.fromkeys((f.name for f in fields.GPU), f"no NVML: {self.part.no_nvml}")
         of_all = {} if self.part.segment is None else self.part.segment.reasons()
         return {fields.split(c)[1]: why for c, why in of_all.items() if fields.split(c)[0] == self.device}
 
@@ -181,7 +183,9 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
 
 def _nulls(pieces: list[Piece], totals: Mapping[str, Total], lost: str | None) -> dict[str, str]:
     """Why a field is missing, with the share of samples where it is not missing throughout."""
-    known = {field: why for p in pieces for field, why in p.reasons.items()}
+    # What NVML says of a field tells more than that there was no NVML for a while.
+    by_worth = sorted(pieces, key=lambda p: p.part.no_nvml is None)
+    known = {field: why for p in by_worth for field, why in p.reasons.items()}
     found = {}
     for field in fields.GPU:
         if not any(p.has(field.name) for p in pieces):
@@ -227,7 +231,8 @@ def host(node: str, parts: list[Part], clock_steps_s: list[float]) -> HostSummar
         attempts=sorted({p.attempt for p in parts}),
         samples=sum(p.received for p in parts),
         expected=sum(p.expected for p in parts),
-        nvml=header.nvml if header else None,
+        nvml=next((p.no_nvml for p in reversed(recorded) if p.no_nvml is not None), None),
+        nvml_missing_s=sum(p.held_s for p in recorded if p.no_nvml is not None),
         driver=header.driver if header else None,
         allocation=header.allocation if header else None,
         cpu=_stats(totals["cpu"]),

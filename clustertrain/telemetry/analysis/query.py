@@ -242,7 +242,7 @@ def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) 
     for part in parts:
         for facts in part.gpus:
             if (part.node, facts.uuid) in held:
-                held[part.node, facts.uuid] += max(0.0, part.until - part.start) / 3600
+                held[part.node, facts.uuid] += part.held_s / 3600
     unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
     used = sum(held.values()) - unused
     running_s = goodput.wall_s - goodput.queue_s

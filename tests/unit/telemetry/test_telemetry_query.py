@@ -282,3 +282,19 @@ def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
     assert "two_agents" in codes(found)
     shown = curves(run, found).gpus.values["utilization"]
     assert shown[np.isfinite(shown)] == pytest.approx(0.7)
+
+
+def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=500)
+    record(attempt, [(gpu(0), busy()), (gpu(1), busy())], start=T0 + 500, seconds=100)
+    found = summarize(run)
+    assert found.coverage == pytest.approx(1 / 6, abs=0.001)
+    assert [(g.samples, g.expected) for g in found.gpus] == [(100, 600)] * 2
+    assert found.gpus[0].nulls["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
+    (note,) = (n for n in found.notes if n.code == "no_nvml")
+    assert (note.severity, note.node) == ("warning", "n1")
+    assert note.text == "n1 had no GPU figures for 499 s: DRIVER_NOT_LOADED: not yet"
+    assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
+    assert curves(run, found).gpus.values["utilization"].shape[0] == 2
