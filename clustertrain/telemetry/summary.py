@@ -66,8 +66,11 @@ class Errors(msgspec.Struct, frozen=True):
 
 
 class Xid(msgspec.Struct, frozen=True):
+    """``count``: so many came by ``t``, since the driver was asked before."""
+
     t: float
     xid: int
+    count: int = 1
 
 
 class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,10 +144,10 @@ def _from_event(event: events.Event) -> list[GpuFacts]:
         return []
 
 
-def since(parts: list[Part], since_s: float) -> list[Part]:
-    """Only the last ``since_s`` seconds before the newest sample."""
+def since(parts: list[Part], since_s: float) -> tuple[list[Part], float]:
+    """Only the last ``since_s`` seconds before the newest sample, and when (UTC s) they begin."""
     cut = max((p.until for p in parts), default=0.0) - since_s
-    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut]
+    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut], cut
 
 
 def window_of(parts: Sequence[Part]) -> Window:

@@ -65,7 +65,7 @@ def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[s
     """
     parts = [p for a in chosen_attempts(run, request.attempt) for p in of_attempt(a, events.of_attempt(a))]
     if request.since_s is not None:
-        parts = since(parts, request.since_s)
+        parts, _ = since(parts, request.since_s)
     if request.gpu is None:
         return parts, None
     pieces = _pieces(parts)
@@ -89,8 +89,10 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     chosen = chosen_attempts(run, attempt)
     logs = {a.n: events.of_attempt(a) for a in chosen}
     parts = [p for a in chosen for p in of_attempt(a, logs[a.n])]
+    cut = None
     if since_s is not None:
-        parts = since(parts, since_s)
+        parts, cut = since(parts, since_s)
+        logs = {n: [e for e in log if not _is_before(e, cut)] for n, log in logs.items()}
     window = window_of(parts)
     pieces = _pieces(parts)
     xids = _xids(logs)
@@ -221,8 +223,15 @@ def _xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[Xid]]:
     for log in logs.values():
         for e in events.named(log, "gpu_event"):
             if e.get("xid") is not None and e.get("uuid"):
-                found.setdefault(str(e["uuid"]), []).append(Xid(float(e["t"]), int(e["xid"])))
+                found.setdefault(str(e["uuid"]), []).append(
+                    Xid(float(e["t"]), int(e["xid"]), max(1, int(e.get("count") or 1)))
+                )
     return found
+
+
+def _is_before(event: events.Event, cut: float) -> bool:
+    """What the driver told of a GPU before what is asked for."""
+    return event["event"] in ("gpu_event", "gpu_lost", "gpu_back") and float(event["t"]) < cut
 
 
 def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:

@@ -298,3 +298,19 @@ def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
     assert note.text == "n1 had no GPU figures for 499 s: DRIVER_NOT_LOADED: not yet"
     assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
     assert curves(run, found).gpus.values["utilization"].shape[0] == 2
+
+
+def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy())], seconds=300)
+    event(attempt, "gpu_event", "n1", T0 + 10, uuid="GPU-n1-0", kind="xid", xid=94, count=1)
+    event(attempt, "gpu_lost", "n1", T0 + 20, uuid="GPU-n1-0", index=0, reason="GPU_IS_LOST: gone")
+    event(attempt, "gpu_back", "n1", T0 + 30, uuid="GPU-n1-0", index=0)
+    event(attempt, "gpu_event", "n1", T0 + 280, uuid="GPU-n1-0", kind="xid", xid=13, count=7)
+    found = summarize(run)
+    assert [(x.xid, x.count) for x in found.gpus[0].errors.xids] == [(94, 1), (13, 7)]
+    assert "XID 13 7 times" in next(n.text for n in found.notes if "XID 13" in n.text)
+    assert "gpu_lost" in codes(found)
+    late = summarize(run, Request(since_s=60))
+    assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
+    assert "gpu_lost" not in codes(late)
