@@ -82,14 +82,19 @@ def _both(totals: Mapping[str, Total], *names: str) -> Stats | None:
     return None if stats is None else msgspec.structs.replace(stats, mean=round(sum(t.mean for t in there), 4))
 
 
-def gpu(key: tuple[str, str], pieces: list[Piece], timeline: Timeline | None, xids: list[Xid]) -> GpuSummary:
+def gpu(
+    key: tuple[str, str], pieces: list[Piece], owned: list[Piece], timeline: Timeline | None, xids: list[Xid]
+) -> GpuSummary:
+    """``owned``: the pieces whose energy counts here."""
     facts = pieces[-1].facts
     totals = {f.name: _merged(p.total(f.name) for p in pieces) for f in fields.GPU}
-    energy_j, source = _energy(pieces)
+    energy_j, source = _energy(owned)
     total_bytes = next((p.facts.memory_total_bytes for p in reversed(pieces) if p.facts.memory_total_bytes), None)
     nulls = _nulls(pieces, totals, facts.reason)
     if energy_j is not None:
         nulls.pop("energy_j", None)
+    elif len(owned) < len(pieces):
+        nulls["energy_j"] = "counted with another node, which has the same GPU"
     if total_bytes is None:
         nulls["memory_total_gib"] = facts.reason or "the driver did not say"
     return GpuSummary(
@@ -200,6 +205,24 @@ def _nulls(pieces: list[Piece], totals: Mapping[str, Total], lost: str | None) -
         partly = f" ({missing} of {rows} samples)" if missing < rows else ""
         found[_REPORTED.get(field.name, field.name)] = reason + partly
     return found
+
+
+def owners(pieces: Mapping[tuple[str, str], list[Piece]]) -> dict[tuple[str, int], str]:
+    """By UUID and attempt the node with which a GPU's energy and hours count, of several the one that had it longest: a
+    UUID is one GPU, though all nodes of the local backend list it."""
+    held: dict[tuple[str, int], dict[str, float]] = {}
+    for (node, uuid), found in pieces.items():
+        for piece in found:
+            if uuid.startswith(("GPU-", "MIG-")):  # others are names for what NVML does not list
+                by_node = held.setdefault((uuid, piece.part.attempt), {})
+                by_node[node] = by_node.get(node, 0.0) + piece.part.held_s
+    return {of: max(by_node, key=lambda node: by_node[node]) for of, by_node in held.items()}
+
+
+def owned(key: tuple[str, str], pieces: list[Piece], owner: Mapping[tuple[str, int], str]) -> list[Piece]:
+    """Those that count with this node."""
+    node, uuid = key
+    return [p for p in pieces if owner.get((uuid, p.part.attempt), node) == node]
 
 
 def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:

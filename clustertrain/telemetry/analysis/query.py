@@ -98,7 +98,11 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     xids = _xids(logs)
     lines = timelines(parts, window)
     chosen_gpus = {key: found for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)}
-    gpus = [pooled.gpu(key, found, lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()]
+    owner = pooled.owners(chosen_gpus)
+    owned = {key: pooled.owned(key, found, owner) for key, found in chosen_gpus.items()}
+    gpus = [
+        pooled.gpu(key, found, owned[key], lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()
+    ]
     if gpu is not None and not gpus:
         raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
     steps = _clock_steps(logs)
@@ -128,7 +132,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
         goodput=goodput if attempt is None and since_s is None else None,
-        waste=_waste(gpus, parts, goodput),
+        waste=_waste(gpus, owned, goodput),
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
@@ -243,15 +247,11 @@ def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float
     return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
 
 
-def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) -> Waste | None:
+def _waste(gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], goodput: Goodput) -> Waste | None:
     """An unused GPU is lost whole; the others lose what the ledger has beside productive steps, without the queue."""
     if not gpus:
         return None
-    held = {(g.node, g.uuid): 0.0 for g in gpus}
-    for part in parts:
-        for facts in part.gpus:
-            if (part.node, facts.uuid) in held:
-                held[part.node, facts.uuid] += part.held_s / 3600
+    held = {key: sum(p.part.held_s for p in pieces) / 3600 for key, pieces in owned.items()}
     unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
     used = sum(held.values()) - unused
     running_s = goodput.wall_s - goodput.queue_s

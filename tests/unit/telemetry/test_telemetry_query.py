@@ -314,3 +314,15 @@ def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> No
     late = summarize(run, Request(since_s=60))
     assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
     assert "gpu_lost" not in codes(late)
+
+
+def test_a_gpu_that_two_nodes_of_one_machine_list_counts_once(run: RunDir) -> None:
+    attempt = new_attempt(run, nodes=("n1", "n2"))
+    for node in ("n1", "n2"):
+        record(attempt, [(gpu(0, node="same"), busy())], node=node, seconds=101)
+    found = summarize(run)
+    assert [g.energy_j for g in found.gpus] == [400.0 * 100, None]
+    assert found.gpus[1].nulls["energy_j"] == "counted with another node, which has the same GPU"
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
+    assert not any("of 2 GPUs told" in n.text for n in found.notes)
+    assert summarize(run, Request(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
