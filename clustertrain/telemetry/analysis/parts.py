@@ -18,6 +18,9 @@ from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.segments.totals import Adder, Total, totals_of
 from clustertrain.telemetry.summary import Window
 
+GAP = 5  # intervals
+ALL = 0.99  # of the samples: what is less than that away from all makes no difference
+
 
 @dataclass(frozen=True)
 class Part:
@@ -58,6 +61,19 @@ class Part:
     @property
     def received(self) -> int:
         return self.rows(FAST)
+
+    @cached_property
+    def sample_s(self) -> float:
+        """How many seconds a sample stands for: the interval, more where a slow driver made ticks be missed. What lies
+        in gaps of more than ``GAP`` intervals is not known, and not counted."""
+        n, step_s = self.received, self.interval_s
+        if self.segment is None or n < 2:
+            return step_s
+        span_s = (self.segment.newest_t or self.start) - self.start + step_s
+        if n * step_s >= ALL * span_s:  # as a rule, and then no sample need be read
+            return step_s
+        apart = np.diff(self.segment.samples(FAST, (), self.since).t)
+        return float(np.where(apart > GAP * step_s, step_s, apart).sum() + step_s) / n
 
     @cached_property
     def totals(self) -> Mapping[str, Total]:

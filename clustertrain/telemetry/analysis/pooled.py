@@ -234,7 +234,7 @@ def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:
             total += counter.increase
             sources.add("counter")
         elif power is not None and power.count:
-            total += power.sum * piece.part.interval_s
+            total += power.sum * piece.part.sample_s
             sources.add("power")
     if not sources:
         return None, None

@@ -326,3 +326,13 @@ def test_a_gpu_that_two_nodes_of_one_machine_list_counts_once(run: RunDir) -> No
     assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
     assert not any("of 2 GPUs told" in n.text for n in found.notes)
     assert summarize(run, Request(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
+
+
+def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
+    def no_counter(s: int) -> Row:
+        return [0.8, GIB, 200.0, 40, 1500, 2619, None]
+
+    # A driver that answers every third second; and for 100 s not at all.
+    record(new_attempt(run), [(gpu(0), no_counter)], seconds=400, skip=lambda s: s % 3 != 0 or 201 <= s < 300)
+    (entry,) = summarize(run).gpus
+    assert entry.energy_j == pytest.approx(200.0 * 300, rel=0.02)
