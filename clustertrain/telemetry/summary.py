@@ -190,7 +190,8 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watts bought, over the steps that count. ``energy_j`` is of all GPUs and of all time; a step that was
+    """What the watts bought, over the steps that count. ``energy_j`` is of the GPUs and the time that were asked for,
+    ``joules_per_token`` is None where those are not all GPUs, or some do not tell what they draw; a step that was
     repeated costs energy and counts once. Of what has no tokens, images say, ``samples`` are counted; None for a script
     that splits its batch itself."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from clustertrain.run import beat
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.parts import Part
+from clustertrain.telemetry.analysis.parts import ALL, Part
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.segments.totals import Total
 from clustertrain.telemetry.summary import (
@@ -223,6 +223,16 @@ def owned(key: tuple[str, str], pieces: list[Piece], owner: Mapping[tuple[str, i
     """Those that count with this node."""
     node, uuid = key
     return [p for p in pieces if owner.get((uuid, p.part.attempt), node) == node]
+
+
+def tells_energy(owned: Iterable[Piece]) -> bool:
+    """Whether next to all the time of all these GPUs has an energy figure, so that it can be set against the tokens."""
+    held_s = told_s = 0.0
+    for piece in owned:
+        held_s += piece.part.held_s
+        told = any(t is not None and t.count for t in (piece.total("energy_j"), piece.total("power_w")))
+        told_s += piece.part.held_s * told
+    return told_s > 0 and told_s >= ALL * held_s
 
 
 def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:

@@ -19,7 +19,7 @@ from clustertrain.telemetry.analysis import pooled
 from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of
 from clustertrain.telemetry.analysis.pooled import Piece
 from clustertrain.telemetry.analysis.timeline import timelines
-from clustertrain.telemetry.analysis.training import training_of
+from clustertrain.telemetry.analysis.training import Energy, training_of
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.summary import (
     AttemptSummary,
@@ -114,7 +114,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     plan = _planned(run)
     if goodput is None:
         goodput = ledger(run, history, clock.now(), state.settled(history))
-    energy = [g.energy_j for g in gpus if g.energy_j is not None]
+    training = training_of(run, [a for a in history if a.n in logs], _energy(gpus, owned, parts, gpu), gpus, cut)
     summary = Summary(
         run=run.id,
         job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
@@ -130,7 +130,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         device=plan.device,
         enabled=_enabled(run),
         ranks=pooled.ranks(parts),
-        training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
+        training=training,
         goodput=goodput if attempt is None and since_s is None else None,
         waste=_waste(gpus, owned, goodput),
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
@@ -245,6 +245,15 @@ def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float
     counted += [(h.samples, h.expected) for h in hosts if h.node not in with_gpu]
     expected = sum(e for _, e in counted)
     return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
+
+
+def _energy(
+    gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], parts: Sequence[Part], wanted: str | None
+) -> Energy:
+    known = [g.energy_j for g in gpus if g.energy_j is not None]
+    never_seen = any(p.no_nvml is not None and not p.gpus for p in parts)
+    of_all = wanted is None and not never_seen and pooled.tells_energy(p for found in owned.values() for p in found)
+    return Energy(sum(known) if known else None, of_all)
 
 
 def _waste(gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], goodput: Goodput) -> Waste | None:

@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry.analysis.curves import curves
-from clustertrain.telemetry.analysis.query import Request, summarize
+from clustertrain.telemetry.analysis.query import ALL, Request, summarize
 from clustertrain.telemetry.summary import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
@@ -336,3 +337,41 @@ def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
     record(new_attempt(run), [(gpu(0), no_counter)], seconds=400, skip=lambda s: s % 3 != 0 or 201 <= s < 300)
     (entry,) = summarize(run).gpus
     assert entry.energy_j == pytest.approx(200.0 * 300, rel=0.02)
+
+
+def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int = 1000) -> None:
+    """A step a second."""
+    log = fsio.Appender(run.metrics_of(attempt))
+    log.append(*({"step": s, "t": start + s, "step_s": 1.0, "tokens_per_s": tokens} for s in range(1, steps + 1)))
+    log.close()
+
+
+def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> None:
+    def joules(request: Request = ALL) -> float | None:
+        found = summarize(run, request).training
+        return None if found is None else found.joules_per_token
+
+    for n in (1, 2):
+        start = T0 + 1000 * n
+        attempt = new_attempt(run, n)
+        record(attempt, [(gpu(i), busy()) for i in range(2)], start=start, seconds=101)
+        event(attempt, "started", "n1", start)
+        with_steps(run, n, start, 100)
+    fair = 2 * 400 / 1000
+    assert joules(Request(attempt=1)) == joules(Request(attempt=2)) == pytest.approx(fair)
+    assert joules(Request(since_s=20)) == pytest.approx(fair, rel=0.06)
+    assert joules(Request(gpu="0")) is None
+    found = summarize(run, Request(gpu="0")).training
+    assert found is not None and found.energy_j == 2 * 100 * 400.0
+
+
+def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
+    def mute(s: int) -> Row:
+        return [0.8, GIB, None, 40, 1500, 2619, None]
+
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy()), (gpu(1), mute)], seconds=101)
+    event(attempt, "started", "n1", T0)
+    with_steps(run, 1, T0, 100)
+    found = summarize(run).training
+    assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
