@@ -114,6 +114,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     plan = _planned(run)
     if goodput is None:
         goodput = ledger(run, history, clock.now(), state.settled(history))
+    whole = attempt is None and since_s is None  # else the ledger is of more than what is shown
     training = training_of(run, [a for a in history if a.n in logs], _energy(gpus, owned, parts, gpu), gpus, cut)
     summary = Summary(
         run=run.id,
@@ -131,8 +132,8 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         enabled=_enabled(run),
         ranks=pooled.ranks(parts),
         training=training,
-        goodput=goodput if attempt is None and since_s is None else None,
-        waste=_waste(gpus, owned, goodput),
+        goodput=goodput if whole else None,
+        waste=_waste(gpus, owned, goodput) if whole else None,
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))

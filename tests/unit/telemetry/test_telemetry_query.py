@@ -375,3 +375,13 @@ def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
     with_steps(run, 1, T0, 100)
     found = summarize(run).training
     assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
+
+
+def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) -> None:
+    for n in (1, 2):
+        record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n, seconds=101)
+    whole = summarize(run)
+    assert whole.waste is not None and whole.waste.gpu_hours == pytest.approx(200 / 3600, abs=0.0001)
+    for request in (Request(attempt=2), Request(since_s=50)):
+        found = summarize(run, request)
+        assert (found.waste, found.goodput) == (None, None)
