@@ -66,8 +66,11 @@ class Errors(msgspec.Struct, frozen=True):
 
 
 class Xid(msgspec.Struct, frozen=True):
+    """``count``: so many came by ``t``, since the driver was asked before."""
+
     t: float
     xid: int
+    count: int = 1
 
 
 class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +138,10 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. ``nvml`` says why it has no GPU figures, else None. ``cpu_allocated`` and ``memory_allocated_gib`` are
-    the job's on this node, None where nothing says. ``agents_max``: so many samplers recorded it at the same time, of
-    which the first is counted;
-    ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back), each time."""
+    """One node. ``nvml`` says why it had no GPU figures for ``nvml_missing_s``, else None. ``cpu_allocated`` and
+    ``memory_allocated_gib`` are the job's on this node, None where nothing says. ``agents_max``: so many samplers
+    recorded it at the same time, of which the longest recording is counted; ``clock_steps_s``: by how much its wall
+    clock was set forward (or, below 0, back), each time."""
 
     node: str
     attempts: list[int]
@@ -161,6 +164,7 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_per_s: Stats | None = None
     agents_max: int = 1
     clock_steps_s: list[float] = []
+    nvml_missing_s: float = 0.0
 
 
 class AttemptSummary(msgspec.Struct, frozen=True):
@@ -186,7 +190,8 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watts bought, over the steps that count. ``energy_j`` is of all GPUs and of all time; a step that was
+    """What the watts bought, over the steps that count. ``energy_j`` is of the GPUs and the time that were asked for,
+    ``joules_per_token`` is None where those are not all GPUs, or some do not tell what they draw; a step that was
     repeated costs energy and counts once. Of what has no tokens, images say, ``samples`` are counted; None for a script
     that splits its batch itself."""
 
@@ -206,8 +211,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
-    others the time outside of productive steps. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput`
-    without its ``_s``."""
+    others the share that the ledger has outside of productive steps, but for ``other_s``: a script without
+    ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput` without its ``_s``."""
 
     gpu_hours: float
     wasted_gpu_hours: float

@@ -151,7 +151,7 @@ def _columns(devices: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> lis
 def _segments(run: RunDir, summary: Summary, names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
     for attempt in summary.attempts:
         for node in names:
-            for segment in series.open_node(run.attempt(attempt.n).telemetry / node):
+            for segment in series.one_at_a_time(series.open_node(run.attempt(attempt.n).telemetry / node)):
                 yield node, segment
 
 

@@ -13,16 +13,20 @@ import numpy as np
 from clustertrain.run import events
 from clustertrain.run.folder import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
+from clustertrain.telemetry.segments.series import Segment, one_at_a_time, open_node
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.segments.totals import Adder, Total, totals_of
 from clustertrain.telemetry.summary import Window
+
+GAP = 5  # intervals
+ALL = 0.99  # of the samples: what is less than that away from all makes no difference
 
 
 @dataclass(frozen=True)
 class Part:
     """One node in one attempt, from one start of its sampler. ``until`` is when its agent was last known to be up.
 
+    ``gpus`` are those that the node held; a segment without NVML has none of its own, then those of the node's others.
     ``segment`` is None where the agent came up and no file is there. ``since``: only what was sampled from there on.
     """
 
@@ -37,6 +41,15 @@ class Part:
     agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
 
     @property
+    def no_nvml(self) -> str | None:
+        """Why there are no GPU figures; None where there are."""
+        return None if self.segment is None else self.segment.header.nvml
+
+    @property
+    def held_s(self) -> float:
+        return max(0.0, self.until - self.start)
+
+    @property
     def trouble(self) -> str | None:
         """What of it could not be read, and why; known once it was tried."""
         return None if self.segment is None else self.segment.trouble
@@ -48,6 +61,19 @@ class Part:
     @property
     def received(self) -> int:
         return self.rows(FAST)
+
+    @cached_property
+    def sample_s(self) -> float:
+        """How many seconds a sample stands for: the interval, more where a slow driver made ticks be missed. What lies
+        in gaps of more than ``GAP`` intervals is not known, and not counted."""
+        n, step_s = self.received, self.interval_s
+        if self.segment is None or n < 2:
+            return step_s
+        span_s = (self.segment.newest_t or self.start) - self.start + step_s
+        if n * step_s >= ALL * span_s:  # as a rule, and then no sample need be read
+            return step_s
+        apart = np.diff(self.segment.samples(FAST, (), self.since).t)
+        return float(np.where(apart > GAP * step_s, step_s, apart).sum() + step_s) / n
 
     @cached_property
     def totals(self) -> Mapping[str, Total]:
@@ -83,27 +109,35 @@ def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     found = []
     last_word = max((float(e["t"]) for e in log), default=0.0)
     agents = {str(e["node"]): e for e in events.named(log, "agent_started") if "node" in e}
-    ended = {str(e["node"]): float(e["t"]) for e in events.named(log, "ranks_ended") if "node" in e}
+    ended = {str(e["node"]): e for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):
         segments = open_node(attempt.telemetry / node)
-        readable, at_once = _one_at_a_time([s for s in segments if not math.isnan(s.header.t)])
+        every = [s for s in segments if not math.isnan(s.header.t)]
+        readable = one_at_a_time(every)
+        at_once = 1 + (len(readable) < len(every))
+        held = list({gpu.uuid: gpu for one in readable for gpu in one.header.gpus}.values())
         for one in readable:
-            until = one.newest_t or one.header.t
-            if one is readable[-1]:
-                until = max(until, ended.get(node, 0.0))
+            gpus = held if one.header.nvml is not None else one.header.gpus
             began, interval_s = one.header.t, one.header.interval_s
-            found.append(Part(attempt.n, node, one.header.gpus, began, until, interval_s, one, agents=at_once))
+            until = one.newest_t or began
+            if one is readable[-1] and node in ended:
+                until = max(until, began + _elapsed(began, one.header.mono, ended[node]))
+            found.append(Part(attempt.n, node, gpus, began, until, interval_s, one, agents=at_once))
         if not readable and node in agents:
-            start = float(agents[node]["t"])
-            until = max(start, ended.get(node, last_word))
-            found.append(Part(attempt.n, node, _from_event(agents[node]), start, until))
+            up = agents[node]
+            start = float(up["t"])
+            until = last_word if node not in ended else start + _elapsed(start, up.get("mono"), ended[node])
+            until = max(start, until)
+            found.append(Part(attempt.n, node, _from_event(up), start, until))
     return found
 
 
-def _one_at_a_time(segments: list[Segment]) -> tuple[list[Segment], int]:
-    """Without those that a second agent of the node wrote while the first did; how many wrote at once."""
-    second = {id(later) for _, later in overlapping(segments)}
-    return [s for s in segments if id(s) not in second], 1 + bool(second)
+def _elapsed(t: float, mono: float | None, event: events.Event) -> float:
+    """Seconds from a moment, by both clocks, to an event of the same node: by its monotonic clock, as the other one may
+    have been set meanwhile."""
+    if mono is None or event.get("mono") is None:
+        return float(event["t"]) - t
+    return float(event["mono"]) - mono
 
 
 def unreadable(attempt: AttemptDir) -> list[str]:
@@ -126,10 +160,10 @@ def _from_event(event: events.Event) -> list[GpuFacts]:
         return []
 
 
-def since(parts: list[Part], since_s: float) -> list[Part]:
-    """Only the last ``since_s`` seconds before the newest sample."""
+def since(parts: list[Part], since_s: float) -> tuple[list[Part], float]:
+    """Only the last ``since_s`` seconds before the newest sample, and when (UTC s) they begin."""
     cut = max((p.until for p in parts), default=0.0) - since_s
-    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut]
+    return [replace(p, start=max(p.start, cut), since=cut) for p in parts if p.until >= cut], cut
 
 
 def window_of(parts: Sequence[Part]) -> Window:

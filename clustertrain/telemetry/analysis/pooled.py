@@ -10,7 +10,7 @@ import msgspec
 
 from clustertrain.run import beat
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.parts import Part
+from clustertrain.telemetry.analysis.parts import ALL, Part
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.segments.totals import Total
 from clustertrain.telemetry.summary import (
@@ -51,6 +51,8 @@ class Piece:
     @property
     def reasons(self) -> dict[str, str]:
         """By field."""
+        if self.part.no_nvml is not None:
+            return dict.fromkeys((f.name for f in fields.GPU), f"no NVML: {self.part.no_nvml}")
         of_all = {} if self.part.segment is None else self.part.segment.reasons()
         return {fields.split(c)[1]: why for c, why in of_all.items() if fields.split(c)[0] == self.device}
 
@@ -80,14 +82,19 @@ def _both(totals: Mapping[str, Total], *names: str) -> Stats | None:
     return None if stats is None else msgspec.structs.replace(stats, mean=round(sum(t.mean for t in there), 4))
 
 
-def gpu(key: tuple[str, str], pieces: list[Piece], timeline: Timeline | None, xids: list[Xid]) -> GpuSummary:
+def gpu(
+    key: tuple[str, str], pieces: list[Piece], owned: list[Piece], timeline: Timeline | None, xids: list[Xid]
+) -> GpuSummary:
+    """``owned``: the pieces whose energy counts here."""
     facts = pieces[-1].facts
     totals = {f.name: _merged(p.total(f.name) for p in pieces) for f in fields.GPU}
-    energy_j, source = _energy(pieces)
+    energy_j, source = _energy(owned)
     total_bytes = next((p.facts.memory_total_bytes for p in reversed(pieces) if p.facts.memory_total_bytes), None)
     nulls = _nulls(pieces, totals, facts.reason)
     if energy_j is not None:
         nulls.pop("energy_j", None)
+    elif len(owned) < len(pieces):
+        nulls["energy_j"] = "counted with another node, which has the same GPU"
     if total_bytes is None:
         nulls["memory_total_gib"] = facts.reason or "the driver did not say"
     return GpuSummary(
@@ -181,7 +188,9 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
 
 def _nulls(pieces: list[Piece], totals: Mapping[str, Total], lost: str | None) -> dict[str, str]:
     """Why a field is missing, with the share of samples where it is not missing throughout."""
-    known = {field: why for p in pieces for field, why in p.reasons.items()}
+    # What NVML says of a field tells more than that there was no NVML for a while.
+    by_worth = sorted(pieces, key=lambda p: p.part.no_nvml is None)
+    known = {field: why for p in by_worth for field, why in p.reasons.items()}
     found = {}
     for field in fields.GPU:
         if not any(p.has(field.name) for p in pieces):
@@ -198,6 +207,34 @@ def _nulls(pieces: list[Piece], totals: Mapping[str, Total], lost: str | None) -
     return found
 
 
+def owners(pieces: Mapping[tuple[str, str], list[Piece]]) -> dict[tuple[str, int], str]:
+    """By UUID and attempt the node with which a GPU's energy and hours count, of several the one that had it longest: a
+    UUID is one GPU, though all nodes of the local backend list it."""
+    held: dict[tuple[str, int], dict[str, float]] = {}
+    for (node, uuid), found in pieces.items():
+        for piece in found:
+            if uuid.startswith(("GPU-", "MIG-")):  # others are names for what NVML does not list
+                by_node = held.setdefault((uuid, piece.part.attempt), {})
+                by_node[node] = by_node.get(node, 0.0) + piece.part.held_s
+    return {of: max(by_node, key=lambda node: by_node[node]) for of, by_node in held.items()}
+
+
+def owned(key: tuple[str, str], pieces: list[Piece], owner: Mapping[tuple[str, int], str]) -> list[Piece]:
+    """Those that count with this node."""
+    node, uuid = key
+    return [p for p in pieces if owner.get((uuid, p.part.attempt), node) == node]
+
+
+def tells_energy(owned: Iterable[Piece]) -> bool:
+    """Whether next to all the time of all these GPUs has an energy figure, so that it can be set against the tokens."""
+    held_s = told_s = 0.0
+    for piece in owned:
+        held_s += piece.part.held_s
+        told = any(t is not None and t.count for t in (piece.total("energy_j"), piece.total("power_w")))
+        told_s += piece.part.held_s * told
+    return told_s > 0 and told_s >= ALL * held_s
+
+
 def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:
     """Joules over all pieces, and where they come from."""
     total, sources = 0.0, set()
@@ -207,7 +244,7 @@ def _energy(pieces: list[Piece]) -> tuple[float | None, str | None]:
             total += counter.increase
             sources.add("counter")
         elif power is not None and power.count:
-            total += power.sum * piece.part.interval_s
+            total += power.sum * piece.part.sample_s
             sources.add("power")
     if not sources:
         return None, None
@@ -227,7 +264,8 @@ def host(node: str, parts: list[Part], clock_steps_s: list[float]) -> HostSummar
         attempts=sorted({p.attempt for p in parts}),
         samples=sum(p.received for p in parts),
         expected=sum(p.expected for p in parts),
-        nvml=header.nvml if header else None,
+        nvml=next((p.no_nvml for p in reversed(recorded) if p.no_nvml is not None), None),
+        nvml_missing_s=sum(p.held_s for p in recorded if p.no_nvml is not None),
         driver=header.driver if header else None,
         allocation=header.allocation if header else None,
         cpu=_stats(totals["cpu"]),

@@ -19,7 +19,7 @@ from clustertrain.telemetry.analysis import pooled
 from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of
 from clustertrain.telemetry.analysis.pooled import Piece
 from clustertrain.telemetry.analysis.timeline import timelines
-from clustertrain.telemetry.analysis.training import training_of
+from clustertrain.telemetry.analysis.training import Energy, training_of
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.summary import (
     AttemptSummary,
@@ -65,7 +65,7 @@ def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[s
     """
     parts = [p for a in chosen_attempts(run, request.attempt) for p in of_attempt(a, events.of_attempt(a))]
     if request.since_s is not None:
-        parts = since(parts, request.since_s)
+        parts, _ = since(parts, request.since_s)
     if request.gpu is None:
         return parts, None
     pieces = _pieces(parts)
@@ -89,14 +89,20 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     chosen = chosen_attempts(run, attempt)
     logs = {a.n: events.of_attempt(a) for a in chosen}
     parts = [p for a in chosen for p in of_attempt(a, logs[a.n])]
+    cut = None
     if since_s is not None:
-        parts = since(parts, since_s)
+        parts, cut = since(parts, since_s)
+        logs = {n: [e for e in log if not _is_before(e, cut)] for n, log in logs.items()}
     window = window_of(parts)
     pieces = _pieces(parts)
     xids = _xids(logs)
     lines = timelines(parts, window)
     chosen_gpus = {key: found for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)}
-    gpus = [pooled.gpu(key, found, lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()]
+    owner = pooled.owners(chosen_gpus)
+    owned = {key: pooled.owned(key, found, owner) for key, found in chosen_gpus.items()}
+    gpus = [
+        pooled.gpu(key, found, owned[key], lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()
+    ]
     if gpu is not None and not gpus:
         raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
     steps = _clock_steps(logs)
@@ -108,7 +114,8 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     plan = _planned(run)
     if goodput is None:
         goodput = ledger(run, history, clock.now(), state.settled(history))
-    energy = [g.energy_j for g in gpus if g.energy_j is not None]
+    whole = attempt is None and since_s is None  # else the ledger is of more than what is shown
+    training = training_of(run, [a for a in history if a.n in logs], _energy(gpus, owned, parts, gpu), gpus, cut)
     summary = Summary(
         run=run.id,
         job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
@@ -124,9 +131,9 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         device=plan.device,
         enabled=_enabled(run),
         ranks=pooled.ranks(parts),
-        training=training_of(run, [a for a in history if a.n in logs], sum(energy) if energy else None, gpus),
-        goodput=goodput if attempt is None and since_s is None else None,
-        waste=_waste(gpus, parts, goodput),
+        training=training,
+        goodput=goodput if whole else None,
+        waste=_waste(gpus, owned, goodput) if whole else None,
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
@@ -162,8 +169,9 @@ def _enabled(run: RunDir) -> bool:
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
     """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
     found: dict[str, list[float]] = {}
-    offsets: dict[tuple[str, int], float] = {}
     for log in logs.values():
+        # After a reboot the monotonic clock begins anew, and in containers the same numbers of processes do.
+        offsets: dict[tuple[str, int], float] = {}
         for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
             if e.get("mono") is None or e.get("host") is None:
                 continue
@@ -221,8 +229,15 @@ def _xids(logs: Mapping[int, list[events.Event]]) -> dict[str, list[Xid]]:
     for log in logs.values():
         for e in events.named(log, "gpu_event"):
             if e.get("xid") is not None and e.get("uuid"):
-                found.setdefault(str(e["uuid"]), []).append(Xid(float(e["t"]), int(e["xid"])))
+                found.setdefault(str(e["uuid"]), []).append(
+                    Xid(float(e["t"]), int(e["xid"]), max(1, int(e.get("count") or 1)))
+                )
     return found
+
+
+def _is_before(event: events.Event, cut: float) -> bool:
+    """What the driver told of a GPU before what is asked for."""
+    return event["event"] in ("gpu_event", "gpu_lost", "gpu_back") and float(event["t"]) < cut
 
 
 def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float | None:
@@ -234,15 +249,20 @@ def _coverage(gpus: Sequence[GpuSummary], hosts: Sequence[HostSummary]) -> float
     return None if not expected else round(sum(min(n, e) for n, e in counted) / expected, 4)
 
 
-def _waste(gpus: Sequence[GpuSummary], parts: Sequence[Part], goodput: Goodput) -> Waste | None:
-    """An unused GPU is lost whole; the others lose what the ledger has beside productive steps, without the queue."""
+def _energy(
+    gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], parts: Sequence[Part], wanted: str | None
+) -> Energy:
+    known = [g.energy_j for g in gpus if g.energy_j is not None]
+    never_seen = any(p.no_nvml is not None and not p.gpus for p in parts)
+    of_all = wanted is None and not never_seen and pooled.tells_energy(p for found in owned.values() for p in found)
+    return Energy(sum(known) if known else None, of_all)
+
+
+def _waste(gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], goodput: Goodput) -> Waste | None:
+    """As :class:`Waste` defines it; without the queue, in which the job held no GPU."""
     if not gpus:
         return None
-    held = {(g.node, g.uuid): 0.0 for g in gpus}
-    for part in parts:
-        for facts in part.gpus:
-            if (part.node, facts.uuid) in held:
-                held[part.node, facts.uuid] += max(0.0, part.until - part.start) / 3600
+    held = {key: sum(p.part.held_s for p in pieces) / 3600 for key, pieces in owned.items()}
     unused = sum(held[g.node, g.uuid] for g in gpus if g.utilization is not None and g.utilization.max == 0)
     used = sum(held.values()) - unused
     running_s = goodput.wall_s - goodput.queue_s

@@ -48,7 +48,7 @@ def level(step_s: float) -> int | None:
 def _points(part: Part, step_s: float) -> tuple[Column, Table, Table]:
     """When, and for each GPU of the part its utilization and how many samples that stands for."""
     columns = [fields.column(f"gpu{i}", "utilization") for i in range(len(part.gpus))]
-    if part.segment is None or not columns:
+    if part.segment is None or not columns or part.no_nvml is not None:
         return np.empty(0), np.empty((0, len(columns))), np.empty((0, len(columns)))
     coarse = level(step_s)
     if coarse is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,8 +19,15 @@ from clustertrain.run.measured import WARM_UP_STEPS
 from clustertrain.spec import hardware
 from clustertrain.telemetry.summary import GpuSummary, Stats, TrainingSummary
 
-KEYS = ("step", "step_s", "tokens_per_s", "data_wait_s")
+KEYS = ("step", "t", "step_s", "tokens_per_s", "data_wait_s")
 Column = npt.NDArray[np.float64]
+
+
+class Energy(NamedTuple):
+    """``joules`` that the GPUs drew, None where none told; ``of_all``: all of them did, over the whole time."""
+
+    joules: float | None = None
+    of_all: bool = True
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -56,7 +64,7 @@ class _Steps:
 
 
 def training_of(
-    run: RunDir, attempts: Sequence[Attempt], energy_j: float | None, gpus: Sequence[GpuSummary]
+    run: RunDir, attempts: Sequence[Attempt], energy: Energy, gpus: Sequence[GpuSummary], since: float | None = None
 ) -> TrainingSummary | None:
     """None where no step is on record.
 
@@ -64,11 +72,12 @@ def training_of(
     seconds within steps, so neither checkpoints nor evaluation slow them down.
 
     Args:
-        energy_j: of all GPUs over all attempts.
+        energy: what was drawn over all ``attempts``; a token costs energy only if it is that of all GPUs.
         gpus: those that the run had; their names tell what they could do. Empty where it ran on CPUs.
+        since: only steps done from there on (UTC s).
     """
     planned = _planned(run)
-    parts = _counted(run, attempts, planned.world_size)
+    parts = _counted(run, attempts, planned.world_size, since)
     if not parts:
         return None
     steps = sum(len(p.of("step")) for p in parts)
@@ -90,8 +99,8 @@ def training_of(
         tokens_per_s=speed,
         tokens_per_s_per_gpu=a_gpu if gpus else None,
         mfu=_mfu(planned, a_gpu, gpus),
-        energy_j=energy_j,
-        joules_per_token=energy_j / tokens if energy_j is not None and tokens else None,
+        energy_j=energy.joules,
+        joules_per_token=energy.joules / tokens if energy.joules is not None and energy.of_all and tokens else None,
         data_wait_share=float(wait_s[waited].sum()) / stepped_s if stepped_s > 0 else None,
         loss=_loss(run, attempts),
         samples=steps * batch if batch else None,
@@ -106,7 +115,7 @@ def _planned(run: RunDir) -> _Planned:
         return _Planned()
 
 
-def _counted(run: RunDir, attempts: Sequence[Attempt], planned: int) -> list[_Steps]:
+def _counted(run: RunDir, attempts: Sequence[Attempt], planned: int, since: float | None) -> list[_Steps]:
     """By attempt. A step that several attempts did counts as the last of them did it."""
     found: list[_Steps] = []
     for attempt in attempts:
@@ -119,7 +128,7 @@ def _counted(run: RunDir, attempts: Sequence[Attempt], planned: int) -> list[_St
         mine = _Steps(columns, int(started.get("world_size") or planned or 1), np.arange(len(step)) >= WARM_UP_STEPS)
         first = step[known].min()
         found = [p.where(p.of("step") < first) for p in found]
-        found.append(mine.where(known))
+        found.append(mine.where(known if since is None else known & (columns["t"] >= since)))
     return [p for p in found if len(p.of("step"))]
 
 

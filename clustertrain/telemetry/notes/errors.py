@@ -37,7 +37,10 @@ def _lost(job: Job) -> Iterable[Note]:
 def _xids(job: Job) -> Iterable[Note]:
     """One note for each number on each GPU, but for those that another note of the GPU says already."""
     for gpu in job.summary.gpus:
-        for xid, times in collections.Counter(x.xid for x in gpu.errors.xids).items():
+        counts: collections.Counter[int] = collections.Counter()
+        for x in gpu.errors.xids:
+            counts[x.xid] += x.count
+        for xid, times in counts.items():
             if _said(job, gpu, xid):
                 continue
             known = xids.of(xid)

@@ -87,17 +87,22 @@ def _clock_steps(job: Job) -> Iterable[Note]:
 def _agents(job: Job) -> Iterable[Note]:
     for h in job.summary.hosts:
         if h.agents_max > 1:
-            text = f"{h.agents_max} agents recorded {h.node} at the same time; the one that began first is counted"
+            text = f"{h.agents_max} agents recorded {h.node} at the same time; the longer recording is counted"
             fix = "start one agent a node: in a job script of one's own, srun with --ntasks-per-node=1"
             yield Note(severity=WARNING, code="two_agents", text=text, fix=fix, node=h.node)
 
 
 def _no_nvml(job: Job) -> Iterable[Note]:
     """Nodes with the same reason together: a cluster without GPUs has it on all of them."""
+    seen = {g.node for g in job.summary.gpus if g.samples}
     by_reason: dict[str, list[HostSummary]] = {}
     for h in job.summary.hosts:
-        if h.nvml is not None:
+        if h.nvml is not None and h.node not in seen:
             by_reason.setdefault(h.nvml, []).append(h)
+        elif h.nvml is not None:
+            text = f"{h.node} had no GPU figures for {h.nvml_missing_s:,.0f} s: {h.nvml}"
+            fix = "the GPUs' figures are of the other time; what they drew and did in this one is not known"
+            yield Note(severity=WARNING, code="no_nvml", text=text, fix=fix, node=h.node)
     fix = (
         "where the node has GPUs, check that nvidia-smi works in the job; a container needs --nv, or the NVIDIA "
         "runtime with the capability 'utility'"

@@ -54,7 +54,7 @@ def _energy(job: Job) -> Iterable[Note]:
     if not known or not (total := sum(known)):
         return
     amount = f"{total / _KWH:,.2f} kWh" if total >= _KWH else f"{total / 3600:,.1f} Wh"
-    number = len(job.summary.gpus)
+    number = len({g.uuid if g.index is not None else facts.key(g) for g in job.summary.gpus})
     some = f" ({len(known):,} of {counted(number, 'GPU')} told)" if len(known) < number else ""
     training = job.summary.training
     each = f", {training.joules_per_token:.3g} J a token" if training and training.joules_per_token is not None else ""

@@ -84,12 +84,17 @@ class Segment:
         return before + len(self._tail.paces[FAST].d)
 
     @property
-    def newest_t(self) -> float | None:
-        """When the newest sample was taken; None where there is none."""
+    def newest_d(self) -> float | None:
+        """The newest sample's seconds after the header; None where there is none."""
         found = [float(part.d[-1]) for part in self._tail.paces.values() if len(part.d)]
         if self._sums is not None and self._sums.upto is not None:
             found.append(self._sums.upto)
-        return self.header.t + max(found) if found else None
+        return max(found, default=None)
+
+    @property
+    def newest_t(self) -> float | None:
+        """When the newest sample was taken; None where there is none."""
+        return None if self.newest_d is None else self.header.t + self.newest_d
 
     @property
     def end(self) -> float | None:
@@ -320,12 +325,25 @@ def _why(e: Exception) -> str:
 
 
 def overlapping(segments: Sequence[Segment]) -> list[tuple[Segment, Segment]]:
-    """Pairs of a node's segments that were written at the same time: two agents by mistake."""
-    spans = [(s.header.t, s.newest_t, s) for s in segments if s.newest_t is not None]
+    """Pairs of a node's segments that were written at the same time: two agents by mistake.
+
+    By the monotonic clock: the wall clock may have been set back between one and the next.
+    """
+    spans = [(s.header.mono, s.header.mono + s.newest_d, s) for s in segments if s.newest_d is not None]
     spans.sort(key=lambda span: span[0])
-    return [
-        (a, b)
-        for i, (_, end, a) in enumerate(spans)
-        for start, _, b in spans[i + 1 :]
-        if end is not None and start < end
-    ]
+    return [(a, b) for i, (_, end, a) in enumerate(spans) for start, _, b in spans[i + 1 :] if start < end]
+
+
+def one_at_a_time(segments: Sequence[Segment]) -> list[Segment]:
+    """Those that count where two agents recorded a node: of segments written at the same time the longest."""
+    if len(segments) < 2:
+        return list(segments)
+    clashes: dict[int, set[int]] = {}
+    for a, b in overlapping(segments):
+        clashes.setdefault(id(a), set()).add(id(b))
+        clashes.setdefault(id(b), set()).add(id(a))
+    kept: set[int] = set()
+    for segment in sorted(segments, key=lambda s: -(s.newest_d or 0.0)):
+        if not clashes.get(id(segment), set()) & kept:
+            kept.add(id(segment))
+    return [s for s in segments if id(s) in kept]

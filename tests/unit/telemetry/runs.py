@@ -47,7 +47,7 @@ def new_attempt(run: RunDir, n: int = 1, job_id: str = "4711", nodes: Sequence[s
 
 def event(attempt: AttemptDir, name: str, node: str, t: float, **fields: Any) -> None:
     log = fsio.Appender(attempt.events_of(f"agent-{node}"))
-    log.append({"t": t, "mono": t - T0, "host": node, "pid": 1, "event": name, "node": node, **fields})
+    log.append({"t": t, "mono": t - T0, "host": node, "pid": 1, "event": name, "node": node} | fields)
     log.close()
 
 
@@ -66,6 +66,7 @@ def record(
     *,
     node: str = "n1",
     start: float = T0,
+    mono: float | None = None,
     seconds: int = 100,
     nvml: str | None = None,
     reasons: Sequence[Reason] = (),
@@ -77,6 +78,7 @@ def record(
     """One node's segment. ``ended``: seconds after the start when its ranks ended, as the events tell it.
 
     Args:
+        mono: what the node's monotonic clock said at ``start``; else as :func:`event` counts it.
         ranks: by global rank, what it tells at a second: step, phase, tokens, data_wait_s, forward_s.
         more: a value by column that stays the same, ``gpu0.throttle_thermal`` say.
     """
@@ -90,7 +92,7 @@ def record(
         Header(
             node=node,
             t=start,
-            mono=0.0,
+            mono=start - T0 if mono is None else mono,
             interval_s=1.0,
             gpus=[facts for facts, _ in gpus],
             ranks=list(told),

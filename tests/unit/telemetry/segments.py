@@ -21,7 +21,7 @@ def header(gpus: int = 1, t: float = T0) -> Header:
     return Header(
         node="n1",
         t=t,
-        mono=7.0,
+        mono=7.0 + t - T0,
         interval_s=1.0,
         gpus=[GpuFacts(f"GPU-{i}", i, i, "H100", 80 << 30, ranks=[i]) for i in ranks],
         ranks=ranks,

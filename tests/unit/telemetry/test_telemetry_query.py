@@ -3,11 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
-from clustertrain.telemetry.analysis.query import Request, summarize
+from clustertrain.run.goodput import Goodput
+from clustertrain.telemetry.analysis.curves import curves
+from clustertrain.telemetry.analysis.query import ALL, Request, summarize
 from clustertrain.telemetry.summary import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
@@ -248,3 +252,155 @@ def test_the_samplers_failure_is_a_note(run: RunDir) -> None:
     record(attempt, [(gpu(0), busy())], ended=400)
     event(attempt, "telemetry_failed", "n1", T0 + 100, reason="ValueError: a bug")
     assert codes(summarize(run)) == ["low_coverage", "telemetry_failed"]
+
+
+def test_a_clock_that_was_set_changes_no_coverage(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy())], seconds=600)
+    # An hour forward, between the last sample and the end.
+    event(attempt, "ranks_ended", "n1", T0 + 599.5 + 3600, mono=599.5, ending="completed", exit_code=0)
+    found = summarize(run)
+    assert found.coverage == 1.0
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(600 / 3600, abs=0.001)
+
+
+def test_a_clock_that_was_set_makes_no_second_agent(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=30)
+    record(attempt, [(gpu(0), busy())], start=T0 + 28.0, mono=31.0, seconds=500)
+    found = summarize(run)
+    assert found.gpus[0].samples == 500
+    assert "two_agents" not in codes(found)
+
+
+def test_of_two_agents_the_longer_recording_counts(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy(0.1))], seconds=60)
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 1, seconds=500)
+    record(attempt, [(gpu(0), busy(0.7))], start=T0 + 502, seconds=100)  # the driver came back
+    found = summarize(run)
+    assert found.gpus[0].samples == found.gpus[0].expected == 600
+    assert found.gpus[0].utilization is not None and found.gpus[0].utilization.mean == pytest.approx(0.7)
+    assert "two_agents" in codes(found)
+    shown = curves(run, found).gpus.values["utilization"]
+    assert shown[np.isfinite(shown)] == pytest.approx(0.7)
+
+
+def test_nvml_that_came_late_is_missed(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [], nvml="DRIVER_NOT_LOADED: not yet", seconds=500)
+    record(attempt, [(gpu(0), busy()), (gpu(1), busy())], start=T0 + 500, seconds=100)
+    found = summarize(run)
+    assert found.coverage == pytest.approx(1 / 6, abs=0.001)
+    assert [(g.samples, g.expected) for g in found.gpus] == [(100, 600)] * 2
+    assert found.gpus[0].nulls["power_w"] == "no NVML: DRIVER_NOT_LOADED: not yet (500 of 600 samples)"
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(2 * 598 / 3600, abs=0.001)
+    (note,) = (n for n in found.notes if n.code == "no_nvml")
+    assert (note.severity, note.node) == ("warning", "n1")
+    assert note.text == "n1 had no GPU figures for 499 s: DRIVER_NOT_LOADED: not yet"
+    assert [v is not None for v in found.gpus[0].timeline.utilization].count(True) < 40
+    assert curves(run, found).gpus.values["utilization"].shape[0] == 2
+
+
+def test_xids_are_counted_and_those_before_the_window_are_not(run: RunDir) -> None:
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy())], seconds=300)
+    event(attempt, "gpu_event", "n1", T0 + 10, uuid="GPU-n1-0", kind="xid", xid=94, count=1)
+    event(attempt, "gpu_lost", "n1", T0 + 20, uuid="GPU-n1-0", index=0, reason="GPU_IS_LOST: gone")
+    event(attempt, "gpu_back", "n1", T0 + 30, uuid="GPU-n1-0", index=0)
+    event(attempt, "gpu_event", "n1", T0 + 280, uuid="GPU-n1-0", kind="xid", xid=13, count=7)
+    found = summarize(run)
+    assert [(x.xid, x.count) for x in found.gpus[0].errors.xids] == [(94, 1), (13, 7)]
+    assert "XID 13 7 times" in next(n.text for n in found.notes if "XID 13" in n.text)
+    assert "gpu_lost" in codes(found)
+    late = summarize(run, Request(since_s=60))
+    assert [(x.xid, x.count) for x in late.gpus[0].errors.xids] == [(13, 7)]
+    assert "gpu_lost" not in codes(late)
+
+
+def test_a_gpu_that_two_nodes_of_one_machine_list_counts_once(run: RunDir) -> None:
+    attempt = new_attempt(run, nodes=("n1", "n2"))
+    for node in ("n1", "n2"):
+        record(attempt, [(gpu(0, node="same"), busy())], node=node, seconds=101)
+    found = summarize(run)
+    assert [g.energy_j for g in found.gpus] == [400.0 * 100, None]
+    assert found.gpus[1].nulls["energy_j"] == "counted with another node, which has the same GPU"
+    assert found.waste is not None and found.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
+    assert not any("of 2 GPUs told" in n.text for n in found.notes)
+    assert summarize(run, Request(gpu="n2:0")).gpus[0].energy_j == 400.0 * 100
+
+
+def test_energy_from_power_where_ticks_were_missed(run: RunDir) -> None:
+    def no_counter(s: int) -> Row:
+        return [0.8, GIB, 200.0, 40, 1500, 2619, None]
+
+    # A driver that answers every third second; and for 100 s not at all.
+    record(new_attempt(run), [(gpu(0), no_counter)], seconds=400, skip=lambda s: s % 3 != 0 or 201 <= s < 300)
+    (entry,) = summarize(run).gpus
+    assert entry.energy_j == pytest.approx(200.0 * 300, rel=0.02)
+
+
+def with_steps(run: RunDir, attempt: int, start: float, steps: int, tokens: int = 1000) -> None:
+    """A step a second."""
+    log = fsio.Appender(run.metrics_of(attempt))
+    log.append(*({"step": s, "t": start + s, "step_s": 1.0, "tokens_per_s": tokens} for s in range(1, steps + 1)))
+    log.close()
+
+
+def test_energy_a_token_is_of_the_same_gpus_and_the_same_time(run: RunDir) -> None:
+    def joules(request: Request = ALL) -> float | None:
+        found = summarize(run, request).training
+        return None if found is None else found.joules_per_token
+
+    for n in (1, 2):
+        start = T0 + 1000 * n
+        attempt = new_attempt(run, n)
+        record(attempt, [(gpu(i), busy()) for i in range(2)], start=start, seconds=101)
+        event(attempt, "started", "n1", start)
+        with_steps(run, n, start, 100)
+    fair = 2 * 400 / 1000
+    assert joules(Request(attempt=1)) == joules(Request(attempt=2)) == pytest.approx(fair)
+    assert joules(Request(since_s=20)) == pytest.approx(fair, rel=0.06)
+    assert joules(Request(gpu="0")) is None
+    found = summarize(run, Request(gpu="0")).training
+    assert found is not None and found.energy_j == 2 * 100 * 400.0
+
+
+def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
+    def mute(s: int) -> Row:
+        return [0.8, GIB, None, 40, 1500, 2619, None]
+
+    attempt = new_attempt(run)
+    record(attempt, [(gpu(0), busy()), (gpu(1), mute)], seconds=101)
+    event(attempt, "started", "n1", T0)
+    with_steps(run, 1, T0, 100)
+    found = summarize(run).training
+    assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
+
+
+def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) -> None:
+    for n in (1, 2):
+        record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n, seconds=101)
+    whole = summarize(run)
+    assert whole.waste is not None and whole.waste.gpu_hours == pytest.approx(200 / 3600, abs=0.0001)
+    for request in (Request(attempt=2), Request(since_s=50)):
+        found = summarize(run, request)
+        assert (found.waste, found.goodput) == (None, None)
+
+
+def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy())], seconds=101)
+    goodput = Goodput(wall_s=100.0, queue_s=20.0, startup_s=8.0, other_s=72.0)
+    waste = summarize(run, Request(goodput=goodput)).waste
+    assert waste is not None and waste.by_cause == {"startup": pytest.approx(0.1 * 100 / 3600, abs=0.0001)}
+
+
+def test_a_reboot_between_two_attempts_sets_no_clock(run: RunDir) -> None:
+    for n, start in ((1, T0), (2, T0 + 1000)):
+        attempt = new_attempt(run, n)
+        record(attempt, [(gpu(0), busy())], start=start, mono=50.0)
+        for d in (0.0, 100.0):
+            event(attempt, "agent_started" if not d else "ranks_ended", "n1", start + d, mono=50.0 + d)
+    assert summarize(run).hosts[0].clock_steps_s == []
+    event(attempt, "checkpoint", "n1", T0 + 1200 + 30, mono=250.0)
+    assert summarize(run).hosts[0].clock_steps_s == [30.0]

@@ -9,7 +9,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.run import attempts
-from clustertrain.telemetry.analysis.training import training_of
+from clustertrain.telemetry.analysis.training import Energy, training_of
 from clustertrain.telemetry.summary import GpuSummary, Timeline, TrainingSummary
 from tests.unit.run.histories import History
 
@@ -46,7 +46,7 @@ def train(history: History, n: int, first: int, last: int, seconds: float, *, ra
 
 
 def of(history: History, energy_j: float | None = None, *gpus: GpuSummary) -> TrainingSummary:
-    found = training_of(history.run, attempts.read_all(history.run), energy_j, gpus)
+    found = training_of(history.run, attempts.read_all(history.run), Energy(energy_j), gpus)
     assert found is not None
     return found
 
