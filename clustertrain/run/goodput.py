@@ -227,6 +227,6 @@ def _warm_up_s(path: Path) -> float:
     """By how much an attempt's first step took longer than the next ones: compilation, the choice of kernels, the
     data's first batch."""
     least, most = USUAL_STEPS
-    found = [row.get("step_s") for row in rows.first(path)[: most + 1]]
+    found = [row.get("step_s") for row in rows.first(path, least=most + 1)[: most + 1]]
     taken = [float(s) for s in found if isinstance(s, (int, float))]
     return max(0.0, taken[0] - statistics.median(taken[1:])) if len(taken) > least else 0.0

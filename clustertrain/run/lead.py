@@ -7,6 +7,7 @@ from clustertrain.run import events, rows
 from clustertrain.run.folder import RunDir
 
 DEFAULT_LEAD_S = 120.0
+NEWEST = 8  # rows of an attempt, or more, that tell how long its steps take
 EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and the batch host to decide
 
 
@@ -29,7 +30,7 @@ def _measured(run: RunDir) -> float | None:
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
     ]
-    newest = [r for a in attempts for r in rows.last(run.metrics_of(a.n))[1:] if "step_s" in r]
+    newest = [r for a in attempts for r in rows.last(run.metrics_of(a.n), least=NEWEST)[1:] if "step_s" in r]
     # Without an attempt's first rows: they include warming up and compiling.
     steps = [float(r["step_s"]) for r in newest]
     if not saves or not steps:

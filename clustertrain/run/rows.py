@@ -7,7 +7,7 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,16 +24,22 @@ CHUNK = 1 << 20
 _NO_NUMBER = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
 
 
-def first(path: Path, size: int = WINDOW) -> list[Row]:
-    """The rows in the first ``size`` bytes; empty where there is no file, as below."""
+def first(path: Path, size: int = WINDOW, *, least: int = 1) -> list[Row]:
+    """The rows in the first ``size`` bytes, or in as many more as ``least`` rows take; empty where there is no file, as
+    below."""
     with _opened(path) as f:
-        return _within(f, 0, size)
+        return _forward(f, 0, size, lambda found: len(found) >= least)
 
 
-def last(path: Path, size: int = 4096) -> list[Row]:
-    """The rows in the last ``size`` bytes."""
+def last(path: Path, size: int = 4096, *, least: int = 1) -> list[Row]:
+    """The rows in the last ``size`` bytes, or in as many more as ``least`` rows take."""
     with _opened(path) as f:
-        return _within(f, max(0, _size(f) - size), size)
+        end = _size(f)
+        while True:
+            found = _within(f, max(0, end - size), size)
+            if len(found) >= least or size >= end:
+                return found
+            size *= 2
 
 
 def at(path: Path, step: int) -> Row | None:
@@ -42,13 +48,14 @@ def at(path: Path, step: int) -> Row | None:
         low, high = 0, _size(f)
         while high - low > WINDOW:
             middle = (low + high) // 2
-            found = _within(f, middle, WINDOW)
+            found = _forward(f, middle, WINDOW, bool)
             if found and found[0]["step"] <= step:
                 low = middle
             else:
                 high = middle
-        # The row that is wanted may begin before the middle that was one too high.
-        rows = [row for row in _within(f, low, high - low + WINDOW) if row["step"] <= step]
+        # The row that is wanted may begin before the middle that was one too high, and end far behind it.
+        found = _forward(f, low, high - low + WINDOW, lambda found: bool(found) and found[-1]["step"] > step)
+    rows = [row for row in found if row["step"] <= step]
     return rows[-1] if rows else None
 
 
@@ -59,9 +66,10 @@ def sample(path: Path, skip: int = 0) -> list[Row]:
         if size <= WHOLE:
             return _within(f, 0, size)[skip:]
         stride = (size - WINDOW) / (WINDOWS - 1)
-        rows = _within(f, 0, WINDOW)[skip:]
+        rows = _forward(f, 0, WINDOW, lambda found: len(found) > skip)[skip:]
         for i in range(1, WINDOWS):
-            rows += _within(f, round(i * stride), WINDOW)
+            newest = rows[-1]["step"] if rows else -1  # a window that grew may reach into the next one
+            rows += [row for row in _forward(f, round(i * stride), WINDOW, bool) if row["step"] > newest]
     return rows
 
 
@@ -117,6 +125,17 @@ def _opened(path: Path) -> BinaryIO:
 
 def _size(f: BinaryIO) -> int:
     return f.seek(0, os.SEEK_END)
+
+
+def _forward(f: BinaryIO, start: int, size: int, enough: Callable[[list[Row]], bool]) -> list[Row]:
+    """The rows in ``size`` bytes from ``start``, or in as many more as it takes to have ``enough``: a row of many
+    scalars may be longer than any window."""
+    end = _size(f)
+    while True:
+        found = _within(f, start, size)
+        if enough(found) or start + size >= end:
+            return found
+        size *= 2
 
 
 def _within(f: BinaryIO, start: int, size: int) -> list[Row]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.run import attempts, goodput
+from clustertrain.run import attempts, goodput, metrics
 from clustertrain.run.goodput import PARTS, Goodput
 from tests.unit.run.histories import History, Told
 
@@ -69,6 +69,18 @@ def test_each_part_holds_what_was_measured(tmp_path: Path) -> None:
     assert book.data_wait_s == pytest.approx(20 * 0.25)
     assert book.ratio == pytest.approx(0.30)
     assert book.effective_ratio == pytest.approx(30.0 / 80.0)
+
+
+def test_rows_of_many_scalars_are_counted_as_short_ones_are(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    scalars = {f"gradient_norm_of_layer_{n}": n / 7 for n in range(110)}
+    one = history.attempt(1, 0.0)
+    for step in range(1, 101):
+        one.step(step, 1.0 if step > 1 else 6.0, **scalars)
+    one.batch(106.0, "ended", ending="node_failure")
+    one.write()
+    assert parts_of(book_of(history, 500.0)) == {"productive_s": 100.0, "startup_s": 5.0, "lost_s": 1.0}
+    assert metrics.last_row(history.run.metrics_of(1))["step"] == 100  # type: ignore[index]
 
 
 def test_a_killed_attempt_loses_what_followed_its_last_step(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return folder.create("timed")
 
 
-def measured(run: RunDir, save_s: float, *steps_s: float) -> None:
+def measured(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> None:
     log = fsio.Appender(run.attempt(1).events_of("rank-0"))
     log.append({"t": 1.0, "event": "checkpoint", "step": 1, "save_s": save_s})
     log.close()
     rows = fsio.Appender(run.metrics_of(1))
-    rows.append(*({"t": 1.0, "step": i, "step_s": s} for i, s in enumerate(steps_s)))
+    rows.append(*({"t": 1.0, "step": i, "step_s": s, "note": note} for i, s in enumerate(steps_s)))
     rows.close()
 
 
@@ -35,6 +35,11 @@ def test_before_anything_is_measured_the_plan_says(run: RunDir) -> None:
 
 def test_then_steps_and_saves_do_without_the_one_that_compiles(run: RunDir) -> None:
     measured(run, 4.0, 90.0, 2.0, 1.0)
+    assert lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
+
+
+def test_rows_of_many_scalars_tell_it_too(run: RunDir) -> None:
+    measured(run, 4.0, 90.0, 1.0, 2.0, *[1.0] * 5, note="x" * 5000)
     assert lead_s(run, None) == pytest.approx(3 * 2.0 + 3 * 4.0 + EXIT_S)
 
 

@@ -67,3 +67,22 @@ def test_a_sample_of_a_long_file_is_spread_over_all_of_it(tmp_path: Path, monkey
     assert 50 < len(steps) < 500
     gaps = [b - a for a, b in itertools.pairwise(steps)]
     assert max(gaps) < 700
+
+
+@pytest.mark.parametrize("long", [4_300, 20_000, 70_000])  # a window of the end, of the trainer's rows, of several
+def test_rows_longer_than_a_window_are_found_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps({'step': n, 'note': 'x' * long})}\n" for n in range(1, 101)) + '{"step":101,')
+    assert [r["step"] for r in rows.first(path)][:1] == [1]
+    assert [r["step"] for r in rows.first(path, least=31)][:31] == [*range(1, 32)]
+    assert [r["step"] for r in rows.last(path)][-1:] == [100]
+    assert [r["step"] for r in rows.last(path, least=8)][-8:] == [*range(93, 101)]
+    assert len(rows.last(path, least=1000)) == 100
+    found = [rows.at(path, n) for n in (1, 2, 49, 50, 99, 100, 1000)]
+    assert [r and r["step"] for r in found] == [1, 2, 49, 50, 99, 100, 100]
+    assert rows.at(path, 0) is None
+    monkeypatch.setattr(rows, "WHOLE", 1000)
+    steps = [r["step"] for r in rows.sample(path, 5)]
+    assert steps == sorted(set(steps)) and steps[0] == 6 and steps[-1] == 100 and len(steps) > 30

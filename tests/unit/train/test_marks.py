@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,37 +89,66 @@ def test_forward_passes_with_a_collective_are_not_timed(layout: Layout, alone: b
     assert math.isnan(timed.sum_s()) != alone
 
 
+class FakeGpu:
+    """Does the passes that the host has launched when it is told to, each in the seconds that it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *took_s: float) -> None:
+        self.made: list[FakeEvent] = []
+        self.launched, self.done = 0, 0
+        self.took_s = took_s
+        monkeypatch.setattr(forward, "_event", lambda: FakeEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        self.timed = ForwardTime(torch.device("cuda", 0), True)
+
+    def launch(self, passes: int, behind: int) -> None:
+        """So many passes, with the GPU never farther behind than ``behind`` of them."""
+        for _ in range(passes):
+            self.timed.begin()
+            self.timed.end()
+            self.launched += 1
+            self.done = max(self.done, self.launched - behind)
+
+
 class FakeEvent:
-    """One of a GPU that is done with nothing until ``done``."""
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        gpu.made.append(self)
 
-    done = False
-
-    def record(self, stream: object) -> None: ...
+    def record(self, stream: object) -> None:
+        self.of = self._gpu.launched
 
     def query(self) -> bool:
-        return FakeEvent.done
+        return self.of < self._gpu.done
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        return 20.0
+        assert self.of == end.of
+        took_s = self._gpu.took_s
+        return 1000 * took_s[min(self.of, len(took_s) - 1)]
 
 
 def test_on_a_gpu_nothing_waits_and_few_events_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[FakeEvent] = []
+    gpu = FakeGpu(monkeypatch, 0.020)
+    gpu.launch(3 * forward.IN_FLIGHT, behind=10**9)
+    assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward.IN_FLIGHT
+    gpu.done = gpu.launched
+    assert gpu.timed.sum_s() == pytest.approx(forward.IN_FLIGHT * 0.020)
+    gpu.launch(1, behind=0)
+    # Those for which there was no event are taken to be like the next one, and counted with it.
+    assert gpu.timed.sum_s() == pytest.approx((3 * forward.IN_FLIGHT + 1) * 0.020)
 
-    def event() -> Any:
-        made.append(FakeEvent())
-        return made[-1]
 
-    monkeypatch.setattr(forward, "_event", event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    timed = ForwardTime(torch.device("cuda", 0), True)
-    for _ in range(3 * forward.IN_FLIGHT):
-        timed.begin()
-        timed.end()
-    assert timed.sum_s() == 0.0 and len(made) == 2 * forward.IN_FLIGHT
-    FakeEvent.done = True
-    # Those for which there was no event are taken to be like the others.
-    assert timed.sum_s() == pytest.approx(3 * forward.IN_FLIGHT * 0.020)
-    timed.begin()
-    timed.end()
-    assert timed.sum_s() > 3 * forward.IN_FLIGHT * 0.020
+@pytest.mark.parametrize("behind", [5, 10 * forward.IN_FLIGHT])
+def test_steps_of_many_micro_batches_are_counted_right_after_a_slow_first_pass(
+    monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    gpu = FakeGpu(monkeypatch, 30.0, 0.020)
+    before = 0.0
+    for step in range(4):
+        gpu.launch(4 * forward.IN_FLIGHT, behind)
+        gpu.done = gpu.launched
+        now = gpu.timed.sum_s()
+        if step > 1:
+            assert now - before == pytest.approx(4 * forward.IN_FLIGHT * 0.020)
+        before = now
+    gpu.launch(1, behind=0)
+    assert gpu.timed.sum_s() == pytest.approx(30.0 + 16 * forward.IN_FLIGHT * 0.020)
