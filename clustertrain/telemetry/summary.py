@@ -140,8 +140,9 @@ class ProcessSummary(msgspec.Struct, frozen=True):
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One node. ``nvml`` says why it had no GPU figures for ``nvml_missing_s``, else None. ``cpu_allocated`` and
     ``memory_allocated_gib`` are the job's on this node, None where nothing says. ``agents_max``: so many samplers
-    recorded it at the same time, of which the longest recording is counted; ``clock_steps_s``: by how much its wall
-    clock was set forward (or, below 0, back), each time."""
+    recorded it at the same time, of which the longest recording is counted; ``silent_s``: its agent was gone for so
+    long while the attempt went on; ``clock_steps_s``: by how much its wall clock was set forward (or, below 0, back),
+    each time."""
 
     node: str
     attempts: list[int]
@@ -163,6 +164,7 @@ class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
     infiniband_bytes_per_s: Stats | None = None
     disk_bytes_per_s: Stats | None = None
     agents_max: int = 1
+    silent_s: float = 0.0
     clock_steps_s: list[float] = []
     nvml_missing_s: float = 0.0
 
@@ -212,7 +214,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
     others the share that the ledger has outside of productive steps, but for ``other_s``: a script without
-    ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput` without its ``_s``."""
+    ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput` without ``_s``."""
 
     gpu_hours: float
     wasted_gpu_hours: float

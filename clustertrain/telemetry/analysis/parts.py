@@ -19,6 +19,7 @@ from clustertrain.telemetry.segments.totals import Adder, Total, totals_of
 from clustertrain.telemetry.summary import Window
 
 GAP = 5  # intervals
+SLACK_S = 15.0  # of a network filesystem, and of a node that is busy
 ALL = 0.99  # of the samples: what is less than that away from all makes no difference
 
 
@@ -39,6 +40,7 @@ class Part:
     segment: Segment | None = None
     since: float | None = None
     agents: int = 1  # samplers of the node that wrote at the same time; the others are not counted
+    silent_s: float = 0.0  # at its end, while the attempt went on: its agent is gone
 
     @property
     def no_nvml(self) -> str | None:
@@ -56,7 +58,9 @@ class Part:
 
     @property
     def expected(self) -> int:
-        return int((self.until - self.start) / self.interval_s + 1e-6) + 1
+        whole = int((self.until - self.start) / self.interval_s + 1e-6) + 1
+        # A part that was cut begins and ends between two samples.
+        return whole if self.since is None else max(whole - 1, min(self.received, whole))
 
     @property
     def received(self) -> int:
@@ -104,10 +108,31 @@ class Part:
         return self._rows[pace]
 
 
-def of_attempt(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
-    """All parts of an attempt, given its events; also of nodes whose agent came up and left no file."""
+def of_attempt(attempt: AttemptDir, log: list[events.Event], flush_s: float = 10.0) -> list[Part]:
+    """All parts of an attempt, given its events; also of nodes whose agent came up and left no file.
+
+    Args:
+        flush_s: between two writes of a sampler: a node that is silent for longer has lost its agent.
+    """
+    found = _found(attempt, log)
+    last_sign = max([_last_word(log), *(p.until for p in found)])
+    ended = {str(e["node"]) for e in events.named(log, "ranks_ended") if "node" in e}
+    newest = {p.node: p for p in found if p.segment is not None}
+    for node, part in newest.items():
+        silent_s = last_sign - part.until
+        if node not in ended and part.segment and part.segment.end is None and silent_s > 3 * flush_s + SLACK_S:
+            found[found.index(part)] = replace(part, until=last_sign, silent_s=silent_s)
+    return found
+
+
+def _last_word(log: list[events.Event]) -> float:
+    """The attempt's own. One that died without a word is closed by the next, which says when it was seen last."""
+    return max((float(e["at"] if e.get("at") is not None else e["t"]) for e in log), default=0.0)
+
+
+def _found(attempt: AttemptDir, log: list[events.Event]) -> list[Part]:
     found = []
-    last_word = max((float(e["t"]) for e in log), default=0.0)
+    last_word = _last_word(log)
     agents = {str(e["node"]): e for e in events.named(log, "agent_started") if "node" in e}
     ended = {str(e["node"]): e for e in events.named(log, "ranks_ended") if "node" in e}
     for node in sorted(_on_disk(attempt) | agents.keys()):

@@ -196,8 +196,9 @@ def _nulls(pieces: list[Piece], totals: Mapping[str, Total], lost: str | None) -
         if not any(p.has(field.name) for p in pieces):
             continue
         rows = sum(p.part.rows(field.pace) for p in pieces)
-        # Of a counter the first value gives no rate yet.
-        there = totals[field.name].count + (len(pieces) if field.kind == "counter" and totals[field.name].count else 0)
+        there = totals[field.name].count
+        if field.kind == "counter" and not math.isnan(totals[field.name].first):
+            there += len(pieces)  # the first value gives no rate yet
         missing = rows - min(there, rows)
         if not missing and rows:
             continue
@@ -277,6 +278,7 @@ def host(node: str, parts: list[Part], clock_steps_s: list[float]) -> HostSummar
         nulls={_REPORTED.get(k, k): v for k, v in nulls.items()},
         cpu_allocated=header.cpu_allocated if header else None,
         agents_max=max(p.agents for p in parts),
+        silent_s=round(max(p.silent_s for p in parts), 1),
         clock_steps_s=clock_steps_s,
         memory_allocated_gib=None if memory is None else round(memory / GIB, 3),
         network_bytes_per_s=_both(totals, "network_rx_bytes", "network_tx_bytes"),

@@ -14,6 +14,7 @@ from clustertrain.run import attempts, events, state
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
+from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry import marks, notes
 from clustertrain.telemetry.analysis import pooled
 from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of
@@ -88,7 +89,10 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
     attempt, gpu, since_s, now_state, goodput = request
     chosen = chosen_attempts(run, attempt)
     logs = {a.n: events.of_attempt(a) for a in chosen}
-    parts = [p for a in chosen for p in of_attempt(a, logs[a.n])]
+    settings = _settings(run)
+    parts = [p for a in chosen for p in of_attempt(a, logs[a.n], settings.flush_s)]
+    if not settings.enabled:
+        parts = [p for p in parts if p.segment is not None]
     cut = None
     if since_s is not None:
         parts, cut = since(parts, since_s)
@@ -129,7 +133,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         user=_owner(run),
         layout=plan.words,
         device=plan.device,
-        enabled=_enabled(run),
+        enabled=settings.enabled,
         ranks=pooled.ranks(parts),
         training=training,
         goodput=goodput if whole else None,
@@ -159,11 +163,11 @@ def _planned(run: RunDir) -> _Planned:
         return _Planned()
 
 
-def _enabled(run: RunDir) -> bool:
+def _settings(run: RunDir) -> TelemetrySpec:
     try:
-        return load_spec(run).recipe.telemetry.enabled
+        return load_spec(run).recipe.telemetry
     except (OSError, ClusterTrainError):
-        return True
+        return TelemetrySpec()
 
 
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from clustertrain.run import events
-from clustertrain.telemetry.notes.job import INFO, WARNING, Job, counted, key, of_gpu, where
+from clustertrain.telemetry.notes.job import CRITICAL, INFO, WARNING, Job, counted, key, of_gpu, where
 from clustertrain.telemetry.summary import GpuSummary, Note
 
 ENOUGH_COVERAGE = 0.9
@@ -33,8 +33,21 @@ def _nothing(job: Job) -> Iterable[Note]:
     yield Note(severity=INFO, code="no_telemetry", text=text, fix=fix)
 
 
-def _coverage(job: Job) -> Iterable[Note]:
+def _silent(job: Job) -> Iterable[Note]:
     for host in job.summary.hosts:
+        if host.silent_s:
+            text = f"the agent of {host.node} fell silent {host.silent_s:,.0f} s before the attempt's last sign of life"
+            fix = (
+                f"`clustertrain logs {job.summary.run} --node {host.node}` and --job say how it ended; requeue the run"
+            )
+            yield Note(severity=CRITICAL, code="agent_gone", text=text, fix=fix, node=host.node)
+
+
+def _coverage(job: Job) -> Iterable[Note]:
+    damaged = " ".join(job.summary.unreadable)
+    for host in job.summary.hosts:
+        if host.silent_s or (not host.samples and f"/{host.node}/" in damaged):
+            continue
         if host.samples >= ENOUGH_COVERAGE * host.expected:
             continue
         if not host.samples:
@@ -57,7 +70,9 @@ def _unreadable(job: Job) -> Iterable[Note]:
     if files:
         more = f" and {len(files) - _SPELT_OUT:,} more" if len(files) > _SPELT_OUT else ""
         text = f"{counted(len(files), 'file')} could not be read: {'; '.join(files[:_SPELT_OUT])}{more}"
-        fix = "the figures are those of the other files; the run's owner can open it to its group (submit --share)"
+        fix = "the figures are those of the other files"
+        if any("may not read" in file for file in files):
+            fix += "; the run's owner can open it to its group (submit --share)"
         yield Note(severity=WARNING, code="unreadable", text=text, fix=fix)
 
 
@@ -85,4 +100,11 @@ def _missing_fields(job: Job) -> Iterable[Note]:
             yield Note(severity=INFO, code="field_missing", text=f"{text} {len(gpus):,} GPUs ({reason})")
 
 
-RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (_nothing, _coverage, _failed, _unreadable, _missing_fields)
+RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
+    _nothing,
+    _silent,
+    _coverage,
+    _failed,
+    _unreadable,
+    _missing_fields,
+)

@@ -123,6 +123,9 @@ class Segment:
         part = _Rows(np.empty(0), np.empty((0, len(wanted))))
         with self._guarded("samples"):
             part = self._rows(pace, wanted, low, high)
+        counted = self._sums.n if self._sums is not None else 0
+        if pace == FAST and since is None and until is None and len(part.d) < counted:
+            self.trouble = f"{self.folder}: samples: cut short or damaged, {len(part.d):,} of {counted:,} are left"
         return Frame(self.header.t + part.d, {c: part.rows[:, i] for i, c in enumerate(wanted)})
 
     def rollup(self, step_s: float, columns: Sequence[str] | None = None) -> Rollup:
@@ -191,6 +194,8 @@ class Segment:
                 tail.paces = {pace: self._rows(pace, columns, since, math.inf) for pace, columns in paces}
                 tail.reasons = archive.reasons(self.folder)
                 return tail
+            if self._sums is None and not records and (self.folder / blocks.NAME).stat().st_size:
+                self.trouble = f"{self.folder}: samples: damaged"
             for pace, columns in paces:
                 tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
             for record in records:
