@@ -258,7 +258,7 @@ def _energy(
 
 
 def _waste(gpus: Sequence[GpuSummary], owned: Mapping[tuple[str, str], list[Piece]], goodput: Goodput) -> Waste | None:
-    """An unused GPU is lost whole; the others lose what the ledger has beside productive steps, without the queue."""
+    """As :class:`Waste` defines it; without the queue, in which the job held no GPU."""
     if not gpus:
         return None
     held = {key: sum(p.part.held_s for p in pieces) / 3600 for key, pieces in owned.items()}

@@ -9,6 +9,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir
+from clustertrain.run.goodput import Goodput
 from clustertrain.telemetry.analysis.curves import curves
 from clustertrain.telemetry.analysis.query import ALL, Request, summarize
 from clustertrain.telemetry.summary import Summary
@@ -385,3 +386,10 @@ def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) 
     for request in (Request(attempt=2), Request(since_s=50)):
         found = summarize(run, request)
         assert (found.waste, found.goodput) == (None, None)
+
+
+def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:
+    record(new_attempt(run), [(gpu(0), busy())], seconds=101)
+    goodput = Goodput(wall_s=100.0, queue_s=20.0, startup_s=8.0, other_s=72.0)
+    waste = summarize(run, Request(goodput=goodput)).waste
+    assert waste is not None and waste.by_cause == {"startup": pytest.approx(0.1 * 100 / 3600, abs=0.0001)}
