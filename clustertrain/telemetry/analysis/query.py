@@ -169,8 +169,9 @@ def _enabled(run: RunDir) -> bool:
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:
     """By node, by how many seconds its wall clock was set while its monotonic one ran on."""
     found: dict[str, list[float]] = {}
-    offsets: dict[tuple[str, int], float] = {}
     for log in logs.values():
+        # After a reboot the monotonic clock begins anew, and in containers the same numbers of processes do.
+        offsets: dict[tuple[str, int], float] = {}
         for e in sorted(log, key=lambda e: float(e.get("mono") or 0.0)):
             if e.get("mono") is None or e.get("host") is None:
                 continue

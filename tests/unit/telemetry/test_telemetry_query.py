@@ -393,3 +393,14 @@ def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:
     goodput = Goodput(wall_s=100.0, queue_s=20.0, startup_s=8.0, other_s=72.0)
     waste = summarize(run, Request(goodput=goodput)).waste
     assert waste is not None and waste.by_cause == {"startup": pytest.approx(0.1 * 100 / 3600, abs=0.0001)}
+
+
+def test_a_reboot_between_two_attempts_sets_no_clock(run: RunDir) -> None:
+    for n, start in ((1, T0), (2, T0 + 1000)):
+        attempt = new_attempt(run, n)
+        record(attempt, [(gpu(0), busy())], start=start, mono=50.0)
+        for d in (0.0, 100.0):
+            event(attempt, "agent_started" if not d else "ranks_ended", "n1", start + d, mono=50.0 + d)
+    assert summarize(run).hosts[0].clock_steps_s == []
+    event(attempt, "gpu_event", "n1", T0 + 1200 + 30, mono=250.0)
+    assert summarize(run).hosts[0].clock_steps_s == [30.0]
