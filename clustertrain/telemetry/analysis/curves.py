@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clustertrain import fsio
+from clustertrain.run import rows
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.grid import Grid, Matrix, Piece, Sums, Table, pieces
@@ -239,22 +239,18 @@ def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
     logs = []
     for attempt in summary.attempts:
         try:
-            logs.append([r for r in fsio.read_lines(run.metrics_of(attempt.n)) if _is_number(r.get("t"))])
+            found = rows.columns(run.metrics_of(attempt.n), ("t", *TRAINING_CURVES))
         except OSError:
             continue
-    rows = [r for log in logs for r in log]
-    t = np.array([r["t"] for r in rows], dtype=np.float64)
-    apart = np.concatenate([np.diff([r["t"] for r in log]) for log in logs] or [np.empty(0)])
+        log = {name: np.asarray(column) for name, column in found.items()}
+        logs.append({name: column[np.isfinite(log["t"])] for name, column in log.items()})
+    apart = np.concatenate([np.diff(log["t"]) for log in logs] or [np.empty(0)])
     if len(apart) and grid.points:
         # A step may take longer than a point of the GPUs' curves, and a line of lone points is none.
         span = grid.points * grid.step_s
         grid = Grid.over(grid.start, span, min(max(grid.step_s, 1.5 * float(np.median(apart))), span))
     sums = Sums(grid, 1)
-    for name in TRAINING_CURVES:
-        values = [r[name] if _is_number(r.get(name)) else math.nan for r in rows]
-        sums.put(0, name, Piece(t, np.array(values, dtype=np.float64), np.ones(len(t))))
+    for log in logs:
+        for name in TRAINING_CURVES:
+            sums.put(0, name, Piece(log["t"], log[name], np.ones(len(log["t"]))))
     return sums.table()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

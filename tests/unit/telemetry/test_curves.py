@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -220,3 +221,20 @@ def test_without_samples_and_with_damaged_ones(run: RunDir) -> None:
     found = curves(run, summary([gpu("a", "U0"), gpu("b", "U1")], 60))
     assert np.isfinite(found.gpus.values["power_w"][0]).any()
     assert not np.isfinite(found.gpus.values["power_w"][1]).any()
+
+
+def test_a_million_steps_take_the_memory_of_their_curves(run: RunDir) -> None:
+    """Not of their rows, each with all that was logged."""
+    row = '{"step":%d,"t":%f,"step_s":1.0,"loss":2.5,' + ",".join(f'"layer{i}":0.125' for i in range(10)) + "}\n"
+    steps = 50_000
+    path = run.metrics_of(1)
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(row % (i, T0 + i) for i in range(steps)))
+    tracemalloc.start()
+    try:
+        found = curves(run, summary([], steps))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.nanmean(found.training.values["loss"]) == pytest.approx(2.5)
+    assert peak < 500 * steps
