@@ -121,24 +121,42 @@ def test_the_same_as_nvidia_smi_over_the_same_seconds(nvml: Nvml, tmp_path: Path
     assert named(reader, SLOW)["processes"] in (1, None) or os.environ.get("SLURM_JOB_ID")
 
 
-def test_samples_of_gpm_cover_the_whole_time(nvml: Nvml) -> None:
-    """Half busy, half idle: the mean is between, wherever in it the reading falls."""
+def busy_s(least_s: float) -> float:
+    """Have the GPU multiply matrices for at least so long; returns for how long it did, by its own clock."""
     import torch
 
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    taken_s = 0.0
+    while taken_s < least_s:
+        begin.record()
+        for _ in range(200):  # launched ahead: a slow host leaves no gap between them
+            a @ a
+        end.record()
+        end.synchronize()
+        taken_s += begin.elapsed_time(end) / 1000
+    return taken_s
+
+
+def test_samples_of_gpm_cover_the_whole_time(nvml: Nvml) -> None:
+    """Busy, then idle: the mean is that of both, by the share of each, wherever in them the reading falls."""
     reader = GpuReader(nvml, used_by_torch(nvml))
     named(reader, FAST)
     if "sm_activity" in reader.reasons and not reader.reasons["sm_activity"].startswith("NO_DATA"):
         pytest.skip(reader.reasons["sm_activity"])
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    a @ a
-    torch.cuda.synchronize()
-    time.sleep(0.2)
-    named(reader, FAST)
-    upto = time.monotonic() + 1.0
-    while time.monotonic() < upto:
-        a @ a
-        torch.cuda.synchronize()
-    time.sleep(1.0)
-    activity = named(reader, FAST)["sm_activity"]
-    assert activity is not None
-    assert 0.2 < activity < 0.75
+    busy_s(0.2)
+
+    def measured(idle_s: float) -> tuple[float, float]:
+        """The activity, and the share of the time in which the GPU was busy, however late this process is."""
+        named(reader, FAST)
+        begin = time.monotonic()
+        taken_s = busy_s(1.0)
+        time.sleep(idle_s)
+        activity = named(reader, FAST)["sm_activity"]
+        assert activity is not None
+        return activity, taken_s / (time.monotonic() - begin)
+
+    full, most = measured(0.0)
+    activity, share = measured(1.0)
+    assert activity == pytest.approx(full / most * share, rel=0.25)
+    assert 0 < share < 0.6 and full / most > 0.5

@@ -9,11 +9,10 @@ import signal
 from collections import defaultdict
 from pathlib import Path
 
-import psutil
 import pytest
 from rank_pool import SEQ_LEN, Ranks, make_run
 
-from clustertrain import clock, fsio, settings
+from clustertrain import clock, fsio
 from clustertrain.run import attempts, beat, goodput
 from clustertrain.run.beat import PHASES, Beat, Reader
 from clustertrain.run.folder import RunDir
@@ -22,65 +21,75 @@ from tests.runs import Run
 
 pytestmark = pytest.mark.ranks
 
-# Long enough in each phase to be seen by who looks some fifty times a second.
+# A rank goes on from where it asks to be seen when somebody has seen it there.
 SCRIPT = """
+import os
+import sys
 import time
+from pathlib import Path
 import clustertrain as ct
+from clustertrain import settings
+
+def be_seen():
+    asking = Path(sys.argv[1]) / os.environ["RANK"]
+    asking.with_suffix(".new").write_text(os.environ[settings.RANK_DIR])
+    asking.with_suffix(".new").rename(asking)
+    while asking.exists():
+        time.sleep(0.005)
 
 class Slow:
     def state_dict(self):
-        time.sleep(0.5)
+        be_seen()
         return {}
 
     def load_state_dict(self, state):
-        time.sleep(0.5)
+        pass
 
 with ct.session() as s:
     s.tokens_per_step = 100
-    time.sleep(0.5)
+    be_seen()
     for step in s.steps(total=8, state={"slow": Slow()}, checkpoint_every=5):
-        time.sleep(0.1)
+        be_seen()
         if step == 2:
             with s.evaluation():
-                time.sleep(0.5)
-    time.sleep(0.5)
+                be_seen()
+            be_seen()
+    be_seen()
 """
 
 
-def watch(run: Run) -> dict[int, list[Beat]]:
+def watch(run: Run, asking: Path) -> dict[int, list[Beat]]:
     """All beats of both ranks that could be seen until the run's end."""
     seen: dict[int, list[Beat]] = defaultdict(list)
-    readers: dict[str, Reader] = {}
+    readers: dict[Path, Reader] = {}
 
     def look() -> bool:
-        if not readers:
-            for p in psutil.process_iter():
-                try:
-                    environ = p.environ()
-                except psutil.Error:
-                    continue
-                if environ.get(settings.RUN_DIR) == str(run.path) and settings.RANK_DIR in environ:
-                    readers[""] = Reader(Path(environ[settings.RANK_DIR]), [0, 1])
-                    break
+        asked = [path for path in asking.iterdir() if path.suffix != ".new"]
+        for path in asked[:1] if not readers else []:
+            folder = Path(path.read_text())
+            readers[folder] = Reader(folder, [0, 1])
         for reader in readers.values():
             for rank, one in reader.read().items():
                 seen[rank].append(one)
+        for path in asked:
+            path.unlink()  # what asks has not moved since before it was read
         return len(seen) == 2 and all(beats[-1].step == 8 and beats[-1].phase == beat.IDLE for beats in seen.values())
 
-    clock.wait_until(lambda: look() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.02)
+    clock.wait_until(lambda: look() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.01)
     return seen
 
 
 def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
     env["CLUSTERTRAIN_HOME"] = str(tmp_path / "home")
-    script = tmp_path / "slow.py"
+    script = tmp_path / "seen.py"
     script.write_text(SCRIPT)
-    run = runs.submit(
-        env, "--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp", str(script)
-    )
+    asking = tmp_path / "asking"
+    asking.mkdir()
+    local = ("--backend", "local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--layout", "ddp")
+    run = runs.submit(env, *local, str(script), str(asking))
     try:
-        seen = watch(run)
+        seen = watch(run, asking)
         assert sorted(seen) == [0, 1], run.explain()
         for rank, beats in seen.items():
             phases = [PHASES[code] for code, _ in itertools.groupby(b.phase for b in beats)]
@@ -88,14 +97,14 @@ def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) ->
             wanted = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
             assert phases == wanted, (rank, phases)
             steps = [b.step for b in beats]
-            assert steps == sorted(steps) and len(set(steps)) >= 6
+            assert steps == sorted(steps) and set(steps) == {*range(9)}
             assert {b.tokens - 50.0 * b.step for b in beats} == {0.0}  # half of each step's
             assert len({b.pid for b in beats}) == 1 and all(math.isnan(b.forward_s) for b in beats)
             assert all(0 < b.t <= clock.monotonic() for b in beats if b.step)
         run.complete()
         book = goodput.ledger(RunDir(run.path), attempts.read_all(RunDir(run.path)), clock.now(), True)
         assert math.fsum(getattr(book, part) for part in goodput.PARTS) == pytest.approx(book.wall_s, abs=1e-6)
-        assert book.evaluation_s >= 0.5 and book.checkpoint_stall_s >= 1.0 and book.productive_s >= 0.8
+        assert book.evaluation_s > 0 and book.checkpoint_stall_s > 0 and book.productive_s > 0
         assert book.lost_s == book.repeated_s == 0.0
     finally:
         run.call("cancel", run.id, check=False)
