@@ -42,9 +42,22 @@ def _sides(found: Comparison, signs: Glyphs) -> Table:
     table.add_column(overflow="fold")
     for name, side in (("A", found.a), ("B", found.b)):
         table.add_row(Text(name, style="bold"), _side(side, signs))
-    if found.a.gpus != found.b.gpus:
-        table.add_row("", f"{found.a.gpus:,} and {found.b.gpus:,} GPUs: compare what is said a GPU, or a token")
+    if unequal := _unequal(found):
+        table.add_row("", unequal)
     return table
+
+
+def _unequal(found: Comparison) -> str:
+    """What of two runs of different sizes can be compared, and what cannot."""
+    steps = found.figures["steps"]
+    words = [f"{found.a.gpus:,} and {found.b.gpus:,} GPUs"] if found.a.gpus != found.b.gpus else []
+    words += [f"{steps.a:,.0f} and {steps.b:,.0f} steps"] if steps.difference and steps.a is not None else []
+    if not words:
+        return ""
+    return (
+        f"{', '.join(words)}: steps, GPU-hours and the energy of a GPU are of the whole run and not scaled; "
+        "compare tokens/s a GPU, the energy a token, and shares"
+    )
 
 
 def _side(side: Side, signs: Glyphs) -> Text:
@@ -85,8 +98,9 @@ def _table(title: str, width: int) -> Table:
 
 
 def _row(table: Table, title: str, figure: Figure, signs: Glyphs) -> None:
-    values = [signs.dash if v is None else _shown(v, figure.unit) for v in (figure.a, figure.b)]
-    change = signs.dash if figure.difference is None else _signed(figure.difference, figure.unit)
+    largest = max((abs(v) for v in (figure.a, figure.b) if v is not None), default=0.0)
+    values = [signs.dash if v is None else _shown(v, figure.unit, largest) for v in (figure.a, figure.b)]
+    change = signs.dash if figure.difference is None else _signed(figure.difference, figure.unit, largest)
     ratio = signs.dash if figure.ratio is None else f"{figure.ratio:.3f}"
     changes = [change, ratio] if len(table.columns) == 6 else [ratio]
     table.add_row(title, *values, *changes, _verdict(figure))
@@ -99,27 +113,38 @@ def _verdict(figure: Figure) -> Text:
     return Text("better", style="green") if better else Text("worse", style="red")
 
 
-def _shown(value: float, unit: str) -> str:
+_SCALES: dict[str, tuple[tuple[float, str], ...]] = {
+    "s": ((1.0, "s"), (1e-3, "ms")),
+    "J": ((3.6e6, "kWh"), (3600.0, "Wh"), (1.0, "J"), (1e-3, "mJ")),
+}
+_WHOLE = ("tokens/s", "steps", "W", "MHz")
+_TITLED = ("tokens/s", "steps")  # units that stand in the row's title
+
+
+def _shown(value: float, unit: str, largest: float) -> str:
+    """``value`` of a row in the unit and with the places that suit its ``largest`` one, so that A, B and B - A are of
+    one kind."""
     if unit == "ratio":
         return f"{value:.1%}"
-    if unit == "s":
-        return terminal.brief_time(value)
-    if unit == "J":
-        return terminal.energy(value, terminal.UNICODE) if value >= 1000 else terminal.joules(value)
-    if unit in ("tokens/s", "steps"):
-        return f"{value:,.0f}"
-    if unit in ("W", "MHz"):
-        return f"{value:,.0f} {unit}"
-    return f"{value:,.4g} {unit}".rstrip()
+    if not unit:
+        return f"{value:,.4g}"
+    size, shown = 1.0, "" if unit in _TITLED else unit
+    if unit in _SCALES:
+        size, shown = next((s for s in _SCALES[unit] if largest >= s[0]), _SCALES[unit][-1])
+    value, largest = value / size, largest / size
+    places = 0 if unit in _WHOLE or largest >= 100 else 1 if largest >= 10 else 2
+    text = f"{value:,.{places}f}"
+    if value and not float(text.replace(",", "")) and unit not in _WHOLE:
+        text = f"{value:.2g}"
+    return f"{text} {shown}".rstrip()
 
 
-def _signed(difference: float, unit: str) -> str:
+def _signed(difference: float, unit: str, largest: float) -> str:
     if not difference:
         return "0"
     if unit == "ratio":
         return f"{100 * difference:+.1f} pts"
-    sign = "+" if difference > 0 else "-" if difference < 0 else ""
-    return sign + _shown(abs(difference), unit)
+    return ("+" if difference > 0 else "-") + _shown(abs(difference), unit, largest)
 
 
 def _goodput(figures: Mapping[str, Figure], width: int, signs: Glyphs) -> list[RenderableType]:

@@ -214,11 +214,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours allocated while the agents were up, and those of them that trained nothing: idle GPUs whole; of the
     others the share that the ledger has outside of productive steps, but for ``other_s``: a script without
-<<<<<<< HEAD
-    ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the part of :class:`Goodput` without ``_s``."""
-=======
     ``session.steps`` trains in it. ``by_cause``: ``idle_gpus``, else the name in :class:`Goodput` without ``_s``."""
->>>>>>> w-mend1
 
     gpu_hours: float
     wasted_gpu_hours: float

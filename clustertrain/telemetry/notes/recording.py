@@ -1,4 +1,4 @@
-"""What is missing from the record, and why."""
+"""What is missing from the record, or did not reach whom it was for, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clustertrain.telemetry.summary import GpuSummary, Note
 ENOUGH_COVERAGE = 0.9
 _SEE_LOG = "the figures stand for what was recorded; the agent's log and events say what held the sampler up"
 _LASTING = ("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "IMPLAUSIBLE")
-_SPELT_OUT = 6  # fields, or files
+_SPELT_OUT = 6  # fields, files or reasons
 
 
 def _nothing(job: Job) -> Iterable[Note]:
@@ -100,6 +100,56 @@ def _missing_fields(job: Job) -> Iterable[Note]:
             yield Note(severity=INFO, code="field_missing", text=f"{text} {len(gpus):,} GPUs ({reason})")
 
 
+def _alerts_not_delivered(job: Job) -> Iterable[Note]:
+    """One note for each way, with what the nodes told."""
+    ways: dict[tuple[str, str], list[events.Event]] = {}
+    for event in events.named(job.log, "alert_not_delivered"):
+        ways.setdefault((str(event.get("way")), str(event.get("to") or "")), []).append(event)
+    for (way, to), told in ways.items():
+        text = f"alerts were not delivered by {way}{f' {to}' if to else ''}{_on(told)}: {_reasons(told)}"
+        fix = "the alerts stand in the events all the same; docs/alerts.md says what is sent, and how long it may take"
+        yield Note(severity=WARNING, code="alerts_not_delivered", text=text, fix=fix)
+
+
+def _exporter(job: Job) -> Iterable[Note]:
+    """What has worked since is information."""
+    failures: dict[tuple[str, str | None, bool], list[events.Event]] = {}
+    for event in events.named(job.log, "exporter_failed"):
+        fix = event.get("fix")
+        kind = (str(event.get("reason")), None if fix is None else str(fix), _works_again(job, event))
+        failures.setdefault(kind, []).append(event)
+    for (reason, fix, again), told in failures.items():
+        text = f"the Prometheus exporter failed{' for a while' if again else ''}{_on(told)}: {reason}"
+        yield Note(severity=INFO if again else WARNING, code="exporter_failed", text=text, fix=fix)
+
+
+def _works_again(job: Job, failed: events.Event) -> bool:
+    """Of a file, which is tried again: a reason begins with its path. A port is tried once."""
+    return any(
+        e.get("host") == failed.get("host") and float(e["t"]) > float(failed["t"])
+        for e in events.named(job.log, "exporter_started")
+        if e.get("textfile") and str(failed.get("reason")).startswith(f"{e['textfile']}: ")
+    )
+
+
+def _comment(job: Job) -> Iterable[Note]:
+    told = list(events.named(job.log, "comment_refused"))
+    if told:
+        text = f"Slurm refused the line of figures in the job's comment: {_reasons(told)}"
+        yield Note(severity=INFO, code="comment_refused", text=text, fix="telemetry.comment = false asks for none")
+
+
+def _on(told: Iterable[events.Event]) -> str:
+    hosts = list(dict.fromkeys(str(e["host"]) for e in told if e.get("host")))
+    return f" on {hosts[0] if len(hosts) == 1 else counted(len(hosts), 'node')}" if hosts else ""
+
+
+def _reasons(told: Iterable[events.Event]) -> str:
+    found = list(dict.fromkeys(str(e.get("reason")) for e in told))
+    more = f"; and {len(found) - _SPELT_OUT:,} more" if len(found) > _SPELT_OUT else ""
+    return "; ".join(found[:_SPELT_OUT]) + more
+
+
 RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
     _nothing,
     _silent,
@@ -107,4 +157,7 @@ RULES: tuple[Callable[[Job], Iterable[Note]], ...] = (
     _failed,
     _unreadable,
     _missing_fields,
+    _alerts_not_delivered,
+    _exporter,
+    _comment,
 )

@@ -12,6 +12,7 @@ from clustertrain.report import compare as report
 from clustertrain.report import terminal
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry.analysis import comparison
+from clustertrain.telemetry.summary import ProcessSummary
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
 
@@ -122,3 +123,32 @@ def test_as_text(width: int) -> None:
     for words in ("8 and 16 GPUs", "tokens/s a GPU", "worse", "B: not known for this model", "Notes that only A has"):
         assert words in text
     assert ("B - A" in text) == (width >= 76)
+
+
+def row_of(found: comparison.Comparison, title: str) -> list[str]:
+    """The cells of a row of the printed table."""
+    (line,) = (x for x in printed(found, 160).splitlines() if x.startswith(f"{title}  "))
+    return [cell for cell in line.removeprefix(title).split("  ") if cell]
+
+
+def test_a_row_has_one_unit_and_as_many_digits_as_say_something() -> None:
+    a, b = with_gpus(healthy(), energy_j=7560.0), with_gpus(healthy(), energy_j=9461.0)
+    hosts = [replace(h, processes=ProcessSummary(stats(0.5, most=0.8902), None, 1)) for h in a.hosts]
+    found = comparison.of(replace(a, hosts=hosts), replace(b, hosts=hosts))
+    assert [c.strip() for c in row_of(found, "energy a GPU")][:3] == ["2.10 Wh", "2.63 Wh", "+0.53 Wh"]
+    assert [c.strip() for c in row_of(found, "host memory, peak")][:2] == ["0.89 GiB", "0.89 GiB"]
+    assert b.training is not None
+    slower = replace(b, training=replace(b.training, step_s=stats(1.25), joules_per_token=2e-6))
+    found = comparison.of(a, slower)
+    assert [c.strip() for c in row_of(found, "step time")][:3] == ["0.73 s", "1.25 s", "+0.52 s"]
+    assert [c.strip() for c in row_of(found, "energy a token")][:2] == ["7.90 mJ", "0.002 mJ"], "nothing becomes 0"
+
+
+def test_of_runs_of_unequal_length_it_says_what_is_not_scaled() -> None:
+    same = printed(comparison.of(healthy(), healthy()), 160)
+    assert "not scaled" not in same
+    b = healthy(2)
+    assert b.training is not None
+    b = replace(b, training=replace(b.training, steps=450))
+    text = " ".join(printed(comparison.of(healthy(), b), 80).split())
+    assert "8 and 4 GPUs, 9,000 and 450 steps: steps, GPU-hours and the energy of a GPU are of the whole run" in text

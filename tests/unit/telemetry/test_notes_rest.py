@@ -183,3 +183,38 @@ def test_out_of_memory() -> None:
     ended = AttemptSummary(1, "7", Window(T0, T0 + 9), ["n1"], ending="out_of_memory")
     assert "attempt 1 ran out of memory" in only(replace(healthy(), attempts=[ended]), "out_of_memory").text
     assert "memory_nearly_full" in codes(with_gpu(healthy(), "n1", 0, memory_used_gib=Stats(60, 60, 60, 60, 79)))
+
+
+def test_alerts_that_were_not_delivered() -> None:
+    told = {"event": "alert_not_delivered", "way": "webhook", "to": "https://chat/…", "reason": "404 Not Found"}
+    log = [{"t": T0, "host": "n1", **told}, {"t": T0 + 1, "host": "n2", **told}]
+    log.append({"t": T0 + 2, "host": "n2", **told, "reason": "no answer in 10 s"})
+    (note,) = (n for n in noted(healthy(), log) if n.code == "alerts_not_delivered")
+    assert note.severity == "warning"
+    assert note.fix
+    assert (
+        note.text == "alerts were not delivered by webhook https://chat/… on 2 nodes: 404 Not Found; no answer in 10 s"
+    )
+
+
+def test_an_exporter_that_failed() -> None:
+    port = {"event": "exporter_failed", "reason": "127.0.0.1 port 9: Permission denied", "fix": "set port to 1024"}
+    file = {"event": "exporter_failed", "reason": "/x/a.prom: No space left on device"}
+    log = [{"t": T0, "host": "n1", **port}, {"t": T0, "host": "n2", **port}, {"t": T0 + 1, "host": "n1", **file}]
+    log.append({"t": T0 + 1, "host": "n1", "event": "exporter_started", "textfile": "/x/b.prom"})
+    found = {n.text: n for n in noted(healthy(), log) if n.code == "exporter_failed"}
+    ports = found["the Prometheus exporter failed on 2 nodes: 127.0.0.1 port 9: Permission denied"]
+    assert (ports.severity, ports.fix) == ("warning", "set port to 1024")
+    assert found["the Prometheus exporter failed on n1: /x/a.prom: No space left on device"].severity == "warning"
+    log.append({"t": T0 + 9, "host": "n1", "event": "exporter_started", "textfile": "/x/a.prom"})
+    again = [n for n in noted(healthy(), log) if "for a while on n1: /x/a.prom" in n.text]
+    assert [n.severity for n in again] == ["info"]
+
+
+def test_a_comment_that_slurm_refused() -> None:
+    log = [{"t": T0, "host": "n1", "event": "comment_refused", "reason": "Access denied"}] * 2
+    (note,) = (n for n in noted(healthy(), log) if n.code == "comment_refused")
+    assert (note.severity, note.text) == (
+        "info",
+        "Slurm refused the line of figures in the job's comment: Access denied",
+    )

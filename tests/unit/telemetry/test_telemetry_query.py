@@ -402,9 +402,5 @@ def test_a_reboot_between_two_attempts_sets_no_clock(run: RunDir) -> None:
         for d in (0.0, 100.0):
             event(attempt, "agent_started" if not d else "ranks_ended", "n1", start + d, mono=50.0 + d)
     assert summarize(run).hosts[0].clock_steps_s == []
-<<<<<<< HEAD
-    event(attempt, "checkpoint", "n1", T0 + 1200 + 30, mono=250.0)
-=======
     event(attempt, "gpu_event", "n1", T0 + 1200 + 30, mono=250.0)
->>>>>>> w-mend1
     assert summarize(run).hosts[0].clock_steps_s == [30.0]
