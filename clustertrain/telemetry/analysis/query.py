@@ -64,16 +64,38 @@ def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[s
     Raises:
         NotFound, UsageError: as :func:`summarize`.
     """
-    parts = [p for a in chosen_attempts(run, request.attempt) for p in of_attempt(a, events.of_attempt(a))]
-    if request.since_s is not None:
-        parts, _ = since(parts, request.since_s)
+    found = _choose(run, request, _settings(run))
     if request.gpu is None:
-        return parts, None
+        return found.parts, None
+    return found.parts, lambda node, facts: (node, facts.uuid) in found.pieces
+
+
+class _Chosen(NamedTuple):
+    """What fits a request: ``logs`` by attempt, ``pieces`` by GPU; ``cut``: from when on, UTC s, None for all."""
+
+    attempts: list[AttemptDir]
+    logs: dict[int, list[events.Event]]
+    parts: list[Part]
+    pieces: dict[tuple[str, str], list[Piece]]
+    cut: float | None
+
+
+def _choose(run: RunDir, request: Request, settings: TelemetrySpec) -> _Chosen:
+    chosen = chosen_attempts(run, request.attempt)
+    logs = {a.n: events.of_attempt(a) for a in chosen}
+    parts = [p for a in chosen for p in of_attempt(a, logs[a.n], settings.flush_s)]
+    if not settings.enabled:
+        parts = [p for p in parts if p.segment is not None]  # nobody who is missing was to record anything
+    cut = None
+    if request.since_s is not None:
+        parts, cut = since(parts, request.since_s)
+        logs = {n: [e for e in log if not _is_before(e, cut)] for n, log in logs.items()}
     pieces = _pieces(parts)
-    fitting = {key for key, found in pieces.items() if _fits(request.gpu, key, found)}
-    if not fitting:
-        raise UsageError(f"--gpu {request.gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
-    return parts, lambda node, facts: (node, facts.uuid) in fitting
+    wanted = request.gpu
+    fitting = {key: found for key, found in pieces.items() if wanted is None or _fits(wanted, key, found)}
+    if wanted is not None and not fitting:
+        raise UsageError(f"--gpu {wanted}: no allocated GPU of {run.id} fits", fix=_known(pieces))
+    return _Chosen(chosen, logs, parts, fitting, cut)
 
 
 ALL = Request()
@@ -86,40 +108,24 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         NotFound: there is no such attempt.
         UsageError: no GPU fits.
     """
-    attempt, gpu, since_s, now_state, goodput = request
-    chosen = chosen_attempts(run, attempt)
-    logs = {a.n: events.of_attempt(a) for a in chosen}
     settings = _settings(run)
-    parts = [p for a in chosen for p in of_attempt(a, logs[a.n], settings.flush_s)]
-    if not settings.enabled:
-        parts = [p for p in parts if p.segment is not None]
-    cut = None
-    if since_s is not None:
-        parts, cut = since(parts, since_s)
-        logs = {n: [e for e in log if not _is_before(e, cut)] for n, log in logs.items()}
+    chosen, logs, parts, pieces, cut = _choose(run, request, settings)
     window = window_of(parts)
-    pieces = _pieces(parts)
     xids = _xids(logs)
     lines = timelines(parts, window)
-    chosen_gpus = {key: found for key, found in pieces.items() if gpu is None or _fits(gpu, key, found)}
-    owner = pooled.owners(chosen_gpus)
-    owned = {key: pooled.owned(key, found, owner) for key, found in chosen_gpus.items()}
-    gpus = [
-        pooled.gpu(key, found, owned[key], lines.get(key), xids.get(key[1], [])) for key, found in chosen_gpus.items()
-    ]
-    if gpu is not None and not gpus:
-        raise UsageError(f"--gpu {gpu}: no allocated GPU of {run.id} fits", fix=_known(pieces))
+    owner = pooled.owners(pieces)
+    owned = {key: pooled.owned(key, found, owner) for key, found in pieces.items()}
+    gpus = [pooled.gpu(key, found, owned[key], lines.get(key), xids.get(key[1], [])) for key, found in pieces.items()]
     steps = _clock_steps(logs)
     by_node = _grouped(parts, lambda p: p.node)
     hosts = [pooled.host(node, found, steps.get(node, [])) for node, found in by_node.items()]
-    if gpu is not None:
+    if request.gpu is not None:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
     history = attempts.read_all(run)
     plan = _planned(run)
-    if goodput is None:
-        goodput = ledger(run, history, clock.now(), state.settled(history))
-    whole = attempt is None and since_s is None  # else the ledger is of more than what is shown
-    training = training_of(run, [a for a in history if a.n in logs], _energy(gpus, owned, parts, gpu), gpus, cut)
+    goodput = request.goodput or ledger(run, history, clock.now(), state.settled(history))
+    whole = request.attempt is None and cut is None  # else the ledger is of more than what is shown
+    energy = _energy(gpus, owned, parts, request.gpu)
     summary = Summary(
         run=run.id,
         job_id=next(iter(reversed(attempts.job_ids(run, history))), None),
@@ -129,13 +135,13 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         gpus=sorted(gpus, key=lambda g: (g.node, g.index is None, g.index or 0, g.uuid)),
         hosts=sorted(hosts, key=lambda h: h.node),
         notes=[],
-        state=now_state or (history[-1].ending if history and history[-1].ending else None),
+        state=request.state or (history[-1].ending if history and history[-1].ending else None),
         user=_owner(run),
         layout=plan.words,
         device=plan.device,
         enabled=settings.enabled,
         ranks=pooled.ranks(parts),
-        training=training,
+        training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
         goodput=goodput if whole else None,
         waste=_waste(gpus, owned, goodput) if whole else None,
         unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
