@@ -194,7 +194,7 @@ class Segment:
                 tail.paces = {pace: self._rows(pace, columns, since, math.inf) for pace, columns in paces}
                 tail.reasons = archive.reasons(self.folder)
                 return tail
-            if self._sums is None and not records and (self.folder / blocks.NAME).stat().st_size:
+            if self._sums is None and not records and not blocks.is_begun(self.folder):
                 self.trouble = f"{self.folder}: samples: damaged"
             for pace, columns in paces:
                 tail.paces[pace] = _rows_of(records, pace, list(range(len(columns))), since, math.inf)
