@@ -106,6 +106,12 @@ def _records(text: bytes, *, notes_only: bool = False) -> Iterator[Record]:
             continue  # of a kind that a later version knows
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether the file is empty or begins as one does, if only with the first bytes."""
+    with (folder / NAME).open("rb") as f:
+        return b"\x1f\x8b".startswith(f.read(2))
+
+
 def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
     """All records, oldest first; ``notes_only``: without the samples, which is far quicker.
 
