@@ -220,9 +220,9 @@ def _host_columns(signs: Glyphs) -> list[tuple[str, int, Callable[[HostSummary],
 
     return [
         ("Cores", 0, lambda h: str(h.cpu_count) if h.cpu_count else signs.dash),
-        ("CPU", 0, lambda h: terminal.percent(mean_of(h.cpu), signs)),
+        ("Node's CPU", 0, lambda h: terminal.percent(mean_of(h.cpu), signs)),
         ("max", 0, lambda h: terminal.percent(max_of(h.cpu), signs)),
-        ("GiB max", 0, lambda h: terminal.used_of(max_of(h.memory_used_gib), h.memory_total_gib, signs)),
+        ("Node's GiB", 0, lambda h: terminal.used_of(max_of(h.memory_used_gib), h.memory_total_gib, signs)),
         ("Load", MEDIUM, lambda h: terminal.number(mean_of(h.load1), signs, 1)),
         ("Job's GiB", MEDIUM, job_gib),
         ("Job's cores", MEDIUM, job_cores),

@@ -59,7 +59,7 @@ def _head(summary: Summary, signs: Glyphs) -> Table:
         text = f"{summary.coverage:.1%} of the expected samples{of}"
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))
     if summary.training is not None:
-        row("Training", *_training(summary.training, "GPU" if summary.gpus else "rank"))
+        row("Training", *_training(summary.training))
     return table
 
 
@@ -71,13 +71,17 @@ def _length(start: float | None, end: float | None) -> float:
     return 0.0 if start is None or end is None else end - start
 
 
-def _training(t: TrainingSummary, device: str) -> list[str]:
+def _training(t: TrainingSummary) -> list[str]:
     words = [_count(t.steps, "step")]
     if t.step_s is not None:
         p95 = terminal.brief_time(t.step_s.p95)
         words.append(f"{terminal.brief_time(t.step_s.p50)} a step (p95 {p95})")
     if t.tokens_per_s_per_gpu is not None:
-        words.append(f"{t.tokens_per_s_per_gpu:,.0f} tokens/s a {device}")
+        words.append(f"{t.tokens_per_s_per_gpu:,.0f} tokens/s a GPU")
+    elif t.tokens_per_s is not None:
+        words.append(f"{t.tokens_per_s:,.0f} tokens/s")
+    elif t.samples_per_s is not None:
+        words.append(f"{t.samples_per_s:,.1f} samples/s")
     if t.mfu is not None:
         words.append(f"MFU {t.mfu:.1%}")
     if t.joules_per_token is not None:
@@ -125,7 +129,8 @@ def _grade(ratio: float | None) -> str:
 
 
 def _host_rows(hosts: list[HostSummary]) -> list[Row]:
-    """Of the allocation where it is known on all hosts, else of the whole nodes with all their users."""
+    """The job's own, of its allocation, where that is known on all hosts; else of whole nodes with all their users. The
+    titles say which, as the table of hosts has both."""
     if not hosts:
         return []
     rows: list[Row] = []
@@ -136,9 +141,9 @@ def _host_rows(hosts: list[HostSummary]) -> list[Row]:
     ]
     if len(cores) == len(hosts):
         given = sum(int(n) for _, n in cores)
-        rows.append(("Host CPU", sum(u for u, _ in cores) / given, "cyan", f"of {_count(given, 'core')}"))
+        rows.append(("Job's CPU", sum(u for u, _ in cores) / given, "cyan", f"of {_count(given, 'core')}"))
     else:
-        rows.append(("Host CPU", mean([mean_of(h.cpu) for h in hosts]), "cyan", "of whole nodes"))
+        rows.append(("Nodes' CPU", mean([mean_of(h.cpu) for h in hosts]), "cyan", "of whole nodes"))
     memory = [
         (h.processes.rss_gib.max, h.memory_allocated_gib)
         for h in hosts
@@ -146,12 +151,12 @@ def _host_rows(hosts: list[HostSummary]) -> list[Row]:
     ]
     if len(memory) == len(hosts):
         total = sum(n for _, n in memory)
-        rows.append(("Host memory", sum(u for u, _ in memory) / total, "cyan", f"of {total:,.0f} GiB"))
+        rows.append(("Job's memory", sum(u for u, _ in memory) / total, "cyan", f"of {total:,.0f} GiB"))
     else:
         ratios = [max_of(h.memory_used_gib) for h in hosts]
         totals = [h.memory_total_gib for h in hosts]
         shares = [u / t for u, t in zip(ratios, totals, strict=True) if u is not None and t]
-        rows.append(("Host memory", mean(shares), "cyan", "of whole nodes"))
+        rows.append(("Nodes' memory", mean(shares), "cyan", "of whole nodes"))
     return rows
 
 

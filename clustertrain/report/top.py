@@ -5,6 +5,7 @@ Every line is built by itself and never wrapped: a table of rich would cost ten 
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, pe
 WIDE = 120
 SORTS = ("node", "utilization", "memory", "power", "temperature", "step")
 FEWEST_ROWS, MOST_EVENTS = 3, 6
+MOST_LINES = 4  # of one event, or one trouble
 _NODE_CELLS = 14
 _OF_NODE = ("Node", "CPU", "Host GiB", "Age")
 
@@ -32,11 +34,12 @@ class Shown(msgspec.Struct):
 
 def lines(view: View, width: int, height: int | None, signs: Glyphs, shown: Shown) -> list[Text]:
     """The frame; ``height`` None: as long as it takes. Moves ``shown.skip`` back into what there is."""
-    head, troubles = _head(view, width, signs), _troubles(view)
-    rows, columns = _sorted(view.rows, shown.sort), _columns(view, width, signs)
+    head, rows = _head(view, width, signs), _sorted(view.rows, shown.sort)
+    columns, left_out = _fitting(_columns(view, width, signs), width)
     titles = [_titles(columns)] if rows else [Text(_nothing(view))]
+    troubles = [*_troubles(view, width), *_left_out(left_out if rows else [], width)]
     if height is None:
-        found = [*head, *troubles, *titles, *_rows(rows, columns), *_events(view.events, MOST_EVENTS)]
+        found = [*head, *troubles, *titles, *_rows(rows, columns), *_events(view.events, width)]
     else:
         keys = f"q quit  s sort: {shown.sort}"
         free = height - len(head) - len(titles) - 1
@@ -44,7 +47,7 @@ def lines(view: View, width: int, height: int | None, signs: Glyphs, shown: Show
         troubles = troubles[: max(0, free - least)]
         free -= len(troubles)
         # Rows come first, but for some lines of events where the terminal is not tiny.
-        events = _events(view.events, min(MOST_EVENTS, max(free - len(rows), free // 4)))
+        events = _events(view.events, width, max(free - len(rows), free // 4))
         room = max(0, free - len(events))
         shown.skip = max(0, min(shown.skip, len(rows) - room))
         below = len(rows) - shown.skip - room
@@ -144,17 +147,37 @@ def _pace(view: View) -> list[str]:
     return parts
 
 
-def _troubles(view: View) -> list[Text]:
-    """Nodes that have something to say; alike ones in one line."""
+def _troubles(view: View, width: int) -> list[Text]:
+    """Nodes that have something to say, and why GPUs have no figures; alike ones in one line."""
     groups: dict[str, list[str]] = {}
     for node in view.nodes:
         if node.trouble:
             groups.setdefault(node.trouble, []).append(node.node)
-    return [Text(f"! {_names(nodes)}: {trouble}", style="yellow") for trouble, nodes in groups.items()]
+    gpus: dict[str, list[str]] = {}
+    for row in view.rows:
+        if row.uuid and row.utilization is None and row.reason and row.reason not in groups:
+            gpus.setdefault(row.reason, []).append(f"GPU {row.uuid if row.gpu is None else row.gpu} of {row.node}")
+    found = [f"! {_names(nodes, 'nodes')}: {trouble}" for trouble, nodes in groups.items()]
+    found += [f"! {_names(names, 'GPUs')}: {reason}" for reason, names in gpus.items()]
+    return [Text(line, style="yellow") for text in found for line in _wrapped(text, width, 2)]
 
 
-def _names(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes) if len(nodes) < 4 else f"{nodes[0]} and {len(nodes) - 1} more nodes"
+def _left_out(titles: Sequence[str], width: int) -> list[Text]:
+    if not titles:
+        return []
+    return [Text(line) for line in _wrapped(f"no room for {', '.join(titles)}: a wider terminal has them", width, 2)]
+
+
+def _wrapped(text: str, width: int, indent: int, most: int = MOST_LINES) -> list[str]:
+    """At spaces, the lines after the first indented; what goes beyond ``most`` lines is cut, with a sign."""
+    lines = textwrap.wrap(text, max(width, indent + 8), subsequent_indent=" " * indent)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], lines[most - 1][: width - 3].rstrip() + " .."]
+    return lines
+
+
+def _names(names: Sequence[str], what: str) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more {what}"
 
 
 _Column = tuple[str, int, Callable[[Row], "str | Text"], bool]
@@ -230,6 +253,25 @@ def _columns(view: View, width: int, signs: Glyphs) -> list[_Column]:
     return found
 
 
+# What goes first where the columns do not fit; "bar" is that of the utilization, and what is not named here stays.
+_DROPPED = ("Age", "Host GiB", "CPU", "Wait", "s/step", "Tens", "SM", "MHz", "°C", "C", "Held", "W", "bar", "GiB",
+            "Rank", "Phase")  # fmt: skip
+
+
+def _fitting(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
+    """Those that fit, and the titles of the others."""
+    kept, gone = list(columns), []
+    for title in _DROPPED:
+        if sum(cells + 1 for _, cells, _, _ in kept) - 1 <= width:
+            break
+        if title == "bar":
+            kept = [("Util", 5, _share, False) if c[0] == "Util" else c for c in kept]
+        elif any(c[0] == title for c in kept):
+            kept = [c for c in kept if c[0] != title]
+            gone.append(title)
+    return kept, gone
+
+
 def _of(nodes: dict[str, NodeView], row: Row) -> NodeView:
     return nodes.get(row.node) or NodeView(node=row.node)
 
@@ -251,9 +293,15 @@ def _number(value: float | None, signs: Glyphs) -> str:
 
 def _use(row: Row, cells: int, signs: Glyphs) -> Text:
     if row.utilization is None:
-        return Text((row.reason or signs.dash)[: cells + 5])
+        return Text((row.reason or signs.dash).partition(":")[0][: cells + 5])  # in full among the troubles
     style = terminal.grade(row.utilization)
     return meter(row.utilization, cells, style, signs) + Text(f"{row.utilization:>5.0%}", style=style)
+
+
+def _share(row: Row) -> Text:
+    if row.utilization is None:
+        return Text((row.reason or "-")[:5])
+    return Text(f"{row.utilization:.0%}", style=terminal.grade(row.utilization))
 
 
 def _memory(row: Row, signs: Glyphs) -> Text:
@@ -302,8 +350,8 @@ def _sorted(rows: Sequence[Row], by: str) -> list[Row]:
 _SEVERITY = {"critical": "bold red", "warning": "bold yellow"}
 
 
-def _events(events: Sequence[EventView], count: int) -> list[Text]:
-    """The last ones; alerts that were not cleared since stay, whatever came after them."""
+def _events(events: Sequence[EventView], width: int, room: int | None = None) -> list[Text]:
+    """The last ones in at most ``room`` lines; alerts that were not cleared since stay, whatever came after them."""
     cleared: set[str] = set()
     still = []
     for e in reversed(events):
@@ -311,10 +359,18 @@ def _events(events: Sequence[EventView], count: int) -> list[Text]:
             cleared.add(e.text.removeprefix("cleared: "))
         elif e.event == "alert" and e.text.partition(": ")[2] not in cleared:
             still.append(e)
-    kept = still[:count]
-    kept += [e for e in reversed(events) if e not in kept][: max(0, count - len(kept))]
-    found = []
-    for e in sorted(kept, key=lambda e: e.t):
-        style = "" if e.text.startswith("cleared: ") else _SEVERITY.get(e.severity or "", "")
-        found.append(Text.assemble(time.strftime("%H:%M:%S ", time.localtime(e.t)), (" ".join(e.text.split()), style)))
-    return found
+    wanted = [*still, *(e for e in reversed(events) if e not in still)][:MOST_EVENTS]
+    kept: list[tuple[float, list[Text]]] = []
+    left = MOST_EVENTS * MOST_LINES if room is None else room
+    for e in wanted:
+        if left > 0:
+            kept.append((e.t, _event(e, width, min(left, MOST_LINES))))
+            left -= len(kept[-1][1])
+    return [line for _, lines in sorted(kept, key=lambda k: k[0]) for line in lines]
+
+
+def _event(event: EventView, width: int, most: int) -> list[Text]:
+    style = "" if event.text.startswith("cleared: ") else _SEVERITY.get(event.severity or "", "")
+    at = time.strftime("%H:%M:%S ", time.localtime(event.t))
+    first, *more = _wrapped(at + " ".join(event.text.split()), width, len(at), most)
+    return [Text.assemble(at, (first[len(at) :], style)), *(Text(line, style=style) for line in more)]

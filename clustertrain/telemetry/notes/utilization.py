@@ -240,13 +240,14 @@ def _waits_in_kernels(job: Job) -> Iterable[Note]:
         return
     gpus = [g for g, _ in told]
     evidence = _evidence(gpus)
-    if len(job.working) == 1:
+    if len(job.summary.gpus) - len(job.idle) == 1:  # nobody to wait for
         text = f"{where(gpus[0])} is busy, but does little: {evidence}: its kernels are small"
         yield of_gpu(gpus[0], WARNING, "small_kernels", text, "a larger micro batch, compile = true, or a MIG slice")
         return
     busy = _traffic(job)
     links = f", with {_listed(busy, 'and')} a GPU" if busy else ""
-    text = f"the GPUs are busy, but do little: {evidence}{links}: they wait for each other, or for small kernels"
+    some = f" ({len(gpus):,} of {len(job.summary.gpus):,} told)" if len(gpus) < len(job.summary.gpus) else ""
+    text = f"the GPUs are busy, but do little{some}: {evidence}{links}: they wait for each other, or for small kernels"
     yield Note(severity=WARNING, code="communication_bound", text=text, fix=_LESS_TRAFFIC)
 
 

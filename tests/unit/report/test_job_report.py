@@ -40,7 +40,10 @@ def thousand() -> Summary:
 def on_cpu() -> Summary:
     found = healthy(2, 2)
     reason = "LIBRARY_NOT_FOUND: no NVIDIA driver"
-    found = replace(found, gpus=[], hosts=[host(f"n{i}", nvml=reason) for i in (1, 2)], device="cpu")
+    assert found.training is not None
+    training = replace(found.training, tokens_per_s_per_gpu=None)
+    hosts = [host(f"n{i}", nvml=reason) for i in (1, 2)]
+    found = replace(found, gpus=[], hosts=hosts, device="cpu", training=training)
     return replace(found, notes=noted(found))
 
 
@@ -101,7 +104,7 @@ def test_that_more_notes_are_there_than_shown_is_told() -> None:
 def test_a_run_on_processors() -> None:
     text = printed(on_cpu(), 80)
     assert "no GPU figures" in text
-    assert "tokens/s a rank" in text
+    assert "676,000 tokens/s" in text and "tokens/s a " not in text
     assert "GPU utilization" not in text
     assert "i  2 nodes have no GPU figures" in text, "which is no fault of a run on processors"
 
@@ -157,3 +160,19 @@ def test_any_figure_may_be_missing(name: str) -> None:
 def test_a_mig_slice_shows_its_activity() -> None:
     found = with_gpus(healthy(1, 2), utilization=None)
     assert "78%" in printed(found)
+
+
+def test_whose_processors_and_memory_are_meant_is_said() -> None:
+    text = printed(healthy(2, 2))
+    assert "Job's CPU" in text and "of 32 cores" in text and "Node's CPU" in text
+    unknown = replace(healthy(2, 2), hosts=[replace(h, cpu_allocated=None, memory_allocated_gib=None) for h in
+                                            healthy(2, 2).hosts])  # fmt: skip
+    text = printed(unknown)
+    assert "Nodes' CPU" in text and "Nodes' memory" in text and "Job's CPU" not in text
+
+
+def test_the_speed_of_a_job_without_gpus_and_tokens() -> None:
+    found = on_cpu()
+    assert found.training is not None
+    images = replace(found.training, tokens_per_s=None, samples_per_s=512.0)
+    assert "512.0 samples/s" in printed(replace(found, training=images))

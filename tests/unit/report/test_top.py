@@ -261,3 +261,47 @@ def test_the_keys_of_the_json(run: RunDir) -> None:
     )
     assert {"node", "gpu", "uuid", "rank", "utilization", "memory_used_gib", "phase", "step"} <= set(found["rows"][0])
     assert found["rows"][0]["phase"] in beat.PHASES
+
+
+ALERT = "warning: GPU 3 of gpu-node-01 (rank 7) was held down by heat for 2.3 of the last 10 minutes, more than 2 min"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_an_alert_is_told_in_full_at_any_width(width: int) -> None:
+    events = [EventView(1.0, "alert", ALERT, "warning"), EventView(2.0, "checkpoint", "checkpoint of step 3")]
+    for height in (24, None):
+        found = frame(View(t=3.0, run="r", events=events), width, height)
+        assert ALERT in " ".join(" ".join(found).split())
+        assert max(map(len, found)) <= width
+        assert sum("checkpoint of step 3" in line for line in found) == 1
+
+
+def test_alerts_that_do_not_fit_are_cut_with_a_sign() -> None:
+    events = [EventView(float(i), "alert", f"warning: {i} {'words ' * 100}", "warning") for i in range(9)]
+    rows = [Row(node="n1", gpu=i, uuid=f"u{i}") for i in range(8)]
+    found = frame(View(t=9.0, run="r", attempt=1, rows=rows, events=events), 60, 20)
+    assert len(found) == 20 and found[-1].startswith("q quit")
+    assert sum(line.endswith(" ..") for line in found) >= 1
+    assert sum(line.startswith("n1") for line in found) == 1
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 160])
+def test_what_a_rank_does_is_seen_at_any_width_and_what_is_left_out_is_told(run: RunDir, width: int) -> None:
+    found = frame(Live(run).view(wait=True), width, 40)
+    (titles,) = (line for line in found if line.startswith("Node "))
+    assert titles.split()[-1] != "Ste" and "Step" in titles and "Phase" in titles and "Util" in titles
+    text = " ".join(" ".join(found).split())
+    for title in ("GiB", "W", "MHz", "Held", "Rank", *(["s/step", "SM", "Age"] if width >= 120 else [])):
+        said = text.partition("no room for ")[2].partition(": a wider terminal")[0].split(", ")
+        assert (title in titles.split()) != (title in said), title
+    assert ("no room for" in text) == (width in (40, 60, 120))
+
+
+def test_why_a_gpu_has_no_figures_is_told_in_full() -> None:
+    why = "GPU_IS_LOST: the GPU has fallen off the bus or has otherwise become inaccessible"
+    rows = [Row(node="n1", gpu=i, uuid=f"u{i}", reason=why if i else None, utilization=None if i else 0.9)
+            for i in range(6)]  # fmt: skip
+    for width in (60, 80, 160):
+        found = frame(View(t=0.0, run="r", attempt=1, rows=rows), width)
+        assert f"! GPU 1 of n1 and 4 more GPUs: {why}" in " ".join(" ".join(found).split())
+        assert not any("the GPU h" in line for line in found if line.startswith("n1"))

@@ -3,7 +3,19 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.telemetry.summary import AttemptSummary, GpuSummary, InPhase, Stats, Summary, TrainingSummary, Window
-from tests.unit.telemetry.summaries import T0, codes, healthy, host, in_training, noted, replace, stats, with_gpus
+from tests.unit.telemetry.summaries import (
+    T0,
+    codes,
+    healthy,
+    host,
+    idle,
+    in_training,
+    noted,
+    replace,
+    stats,
+    with_gpu,
+    with_gpus,
+)
 
 
 def low(mean: float = 0.35, in_train: float = 0.36) -> Summary:
@@ -96,6 +108,16 @@ def test_communication_by_kernels_that_wait() -> None:
     assert "utilization 97%, 12% of the multiprocessors active, tensor cores active 3%" in note.text
     alone = with_gpus(healthy(1, 1), sm_activity=stats(0.12), phases={})
     assert codes(alone) == ["small_kernels"]
+
+
+def test_one_gpu_that_tells_does_not_work_alone() -> None:
+    three = with_gpus(healthy(1, 3), sm_activity=None, tensor_activity=None, utilization=None, phases={})
+    told = with_gpu(three, "n1", 0, sm_activity=stats(0.12), utilization=stats(0.97))
+    (note,) = (n for n in noted(told) if n.severity == "warning")
+    assert note.code == "communication_bound"
+    assert "do little (1 of 3 told)" in note.text
+    others_idle = idle(idle(with_gpu(told, "n1", 0, phases={}), "n1", 1), "n1", 2)
+    assert "small_kernels" in codes(others_idle)
 
 
 def test_the_power_tells_where_there_is_no_gpm() -> None:
