@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain import settings
-from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.run import attempts
 from clustertrain.run.folder import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
 
 SHOWN = 10
 _CLOSE_SHOWN, _LIKE = 3, 0.6
+_LOCAL = "local-"
 JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+")
 
 
@@ -53,12 +54,14 @@ def resolve(name: str) -> RunDir:
         NotFound: nothing fits.
         Ambiguous: several do; they are listed.
         NotReadable: what fits is another user's, and not shared.
+        UsageError: the name is empty.
     """
-    if name not in ("", "latest") and "/" not in name:
+    _check(name)
+    if name != "latest" and "/" not in name:
         with contextlib.suppress(NotFound):
             return open_run(runs_folder() / name)
     runs = all_runs()
-    if name in ("", "latest"):
+    if name == "latest":
         if not runs:
             raise NotFound(f"there are no runs in {settings.home()}", fix="start one with `clustertrain submit`")
         return runs[0]
@@ -71,6 +74,15 @@ def resolve(name: str) -> RunDir:
                 raise refused(path)
         raise NotFound(f"no run {name!r} in {settings.home()}", fix=_close(name, runs))
     return only(name, fitting)
+
+
+def _check(name: str) -> None:
+    """An empty shell variable must not mean the newest run: `cancel "$JOB"`."""
+    if not name.strip():
+        raise UsageError(
+            f"RUN is {name!r}, which names no run; an empty shell variable?",
+            fix="name one, or write latest for the newest",
+        )
 
 
 def _denied(path: Path) -> bool:
@@ -87,8 +99,8 @@ def _close(name: str, runs: Sequence[RunDir]) -> str:
     """The runs and jobs whose names are like ``name``, in words."""
     alike: dict[str, float] = {}
 
-    def weigh(known: str, shown: str) -> None:
-        matcher = difflib.SequenceMatcher(None, name, known)
+    def weigh(known: str, shown: str, typed: str = name) -> None:
+        matcher = difflib.SequenceMatcher(None, typed, known)
         if matcher.real_quick_ratio() >= _LIKE and (ratio := matcher.ratio()) >= _LIKE:
             alike[shown] = max(ratio, alike.get(shown, 0.0))
 
@@ -99,16 +111,21 @@ def _close(name: str, runs: Sequence[RunDir]) -> str:
     if JOB_ID.fullmatch(name):
         for run in runs:
             for job_id in _job_ids(run):
-                weigh(job_id, f"{run.id} (job {job_id})")
+                # What all local jobs begin with makes none of them like another.
+                weigh(job_id.removeprefix(_LOCAL), f"{run.id} (job {job_id})", name.removeprefix(_LOCAL))
     nearest = sorted(alike, key=lambda shown: -alike[shown])[:_CLOSE_SHOWN]
     more = "`clustertrain list` shows the runs"
-    return f"did you mean {' or '.join(nearest)}? {more}" if nearest else more
+    if nearest:
+        return f"did you mean {' or '.join(nearest)}? {more}"
+    ids = _job_ids(runs[0]) if runs and JOB_ID.fullmatch(name) else []
+    return f"the newest run is {runs[0].id} (job {ids[-1]}); {more}" if ids else more
 
 
 def resolve_all(name: str) -> list[RunDir]:
     """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as :func:`resolve`."""
+    _check(name)
     sweep = sweeps_folder() / name
-    if name and "/" not in name and sweep.is_dir():
+    if "/" not in name and sweep.is_dir():
         runs = sweep_runs(sweep)
         if not runs:
             raise NotFound(f"the runs of the sweep {name} are gone")
