@@ -6,6 +6,7 @@ ClusterTrainError                1   the command or the run failed
 │   └── EnvironmentNotFit       78   this machine or allocation lacks something
 ├── NotFound                     1   a run, checkpoint or file that does not exist
 │   └── Ambiguous                2   a run name that fits several
+├── NotReadable                  1   a file or folder of somebody else's run
 ├── SchedulerRefused             1   Slurm said no; its own words are the message
 ├── CommandFailed                1   a child process that failed
 ├── CheckpointError              1   nothing to restore, or damage
@@ -54,6 +55,10 @@ class NotFound(ClusterTrainError):
 
 class Ambiguous(NotFound):
     exit_code = EXIT_USAGE
+
+
+class NotReadable(ClusterTrainError):
+    pass
 
 
 class SchedulerRefused(ClusterTrainError):

@@ -82,7 +82,7 @@ class Appender:
     never see two halves of different lines; a torn last line is skipped by :func:`read_lines`."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         # A predecessor that was killed mid-line must not glue its half to our first line.
         if os.fstat(self._fd).st_size and path.read_bytes()[-1:] != b"\n":
@@ -136,6 +136,13 @@ def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             found.append(record)
     return found
+
+
+def make_folder(path: Path, *, mode: int = 0o750) -> None:
+    """Make ``path`` and what lacks above it, all with ``mode``, unlike mkdir's ``parents``."""
+    if not path.is_dir():
+        make_folder(path.parent, mode=mode)
+        path.mkdir(mode=mode, exist_ok=True)
 
 
 def claim_folder(path: Path, *, mode: int = 0o750) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,30 +24,34 @@ def find_run(name: str) -> RunDir:
     """RUN as a folder: among my own runs, else, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous: as :func:`clustertrain.run.resolve.resolve`.
+        NotFound, Ambiguous, NotReadable: as :func:`clustertrain.run.resolve.resolve`.
     """
+    from clustertrain.run.folder import readable
     from clustertrain.run.resolve import only, resolve
 
-    try:
-        return resolve(name)
-    except Ambiguous:
-        raise
-    except NotFound as e:
-        return only(name, _of_anybody(name, e))
+    with readable():
+        try:
+            return resolve(name)
+        except Ambiguous:
+            raise
+        except NotFound as e:
+            return only(name, _of_anybody(name, e))
 
 
 def find_runs(names: Sequence[str]) -> list[RunDir]:
     """RUN… as folders, each once; a sweep and a job array stand for all their runs. Raises as :func:`find_run`."""
+    from clustertrain.run.folder import readable
     from clustertrain.run.resolve import resolve_all
 
     found: dict[Path, RunDir] = {}
     for name in names:
-        try:
-            runs = resolve_all(name)
-        except Ambiguous:
-            raise
-        except NotFound as e:
-            runs = _of_anybody(name, e)
+        with readable():
+            try:
+                runs = resolve_all(name)
+            except Ambiguous:
+                raise
+            except NotFound as e:
+                runs = _of_anybody(name, e)
         found.update((run.path, run) for run in runs)
     return list(found.values())
 
@@ -68,21 +71,6 @@ def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
     if task and (folder / task).is_dir():
         folder = (folder / task).resolve()
     return sweep_runs(folder) or [open_run(folder)]
-
-
-@contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """What the files of another user's run refuse, in words.
-
-    Raises:
-        ClusterTrainError: one of them may not be read.
-    """
-    try:
-        yield
-    except PermissionError as e:
-        from clustertrain.run.folder import refused
-
-        raise refused(Path(e.filename or ".")) from e
 
 
 def print_json(value: Any) -> None:

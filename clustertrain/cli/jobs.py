@@ -20,7 +20,7 @@ from clustertrain.cli.common import (
     run_argument,
 )
 from clustertrain.errors import ClusterTrainError, UsageError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.folder import RunDir, readable
 
 POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
 
@@ -72,8 +72,9 @@ def status(name: str, as_json: bool) -> None:
     from clustertrain.launch.look import look
     from clustertrain.report import prediction
 
-    seen = look(find_run(name))
-    compared = prediction.of_run(seen.run)
+    with readable():
+        seen = look(find_run(name))
+        compared = prediction.of_run(seen.run)
     if as_json:
         print_json({**status_json(seen), "prediction": msgspec.to_builtins(compared)})
         return

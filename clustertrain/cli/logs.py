@@ -11,7 +11,7 @@ import click
 from clustertrain import clock, fsio
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.folder import RunDir, readable
 
 POLL_S = 0.3
 ASK_S = 3.0
@@ -31,12 +31,13 @@ def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, nod
         raise UsageError("--job and --node are two different logs")
     run = find_run(name)
     printed = False
-    for path, chunk in _chunks(run, follow, rank, attempt, job, node):
-        printed = True
-        if path is not None:
-            click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.flush()
+    with readable():
+        for path, chunk in _chunks(run, follow, rank, attempt, job, node):
+            printed = True
+            if path is not None:
+                click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
     if not printed and not follow:
         raise NotFound(
             _why_none(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"

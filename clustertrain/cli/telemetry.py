@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clustertrain.cli.common import find_run, json_option, print_json, readable, run_argument
+from clustertrain.cli.common import find_run, json_option, print_json, run_argument
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def telemetry(
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.cli import telemetry_files as files
+    from clustertrain.run.folder import readable
     from clustertrain.telemetry.analysis.query import Request, summarize
 
     run = find_run(name)
@@ -133,6 +134,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
     A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
     """
+    from clustertrain.run.folder import readable
     from clustertrain.telemetry.analysis import comparison
 
     with readable():

@@ -45,23 +45,29 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.report.live import Live
+    from clustertrain.run.folder import readable
 
     live = Live(run)
     try:
-        if as_json:
-            return _json(live, once, interval)
-        from clustertrain.report.terminal import make_console
-
-        console = make_console()
-        if once or not console.is_terminal:
-            return _plain(live, console, once, interval)
-        return _screen(live, console, interval)
+        with readable():
+            return _shown(live, as_json, once, interval)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:  # `top | head`
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains
         return 0
+
+
+def _shown(live: Live, as_json: bool, once: bool, interval: float) -> int:
+    if as_json:
+        return _json(live, once, interval)
+    from clustertrain.report.terminal import make_console
+
+    console = make_console()
+    if once or not console.is_terminal:
+        return _plain(live, console, once, interval)
+    return _screen(live, console, interval)
 
 
 def _json(live: Live, once: bool, interval: float) -> int:

@@ -13,7 +13,7 @@ from clustertrain.launch.backend import Backend, JobStart, JobView
 from clustertrain.launch.choose import of_run
 from clustertrain.run import attempts, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.folder import RunDir
+from clustertrain.run.folder import RunDir, readable
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
 
@@ -164,6 +164,7 @@ _DAMAGE = (ClusterTrainError, OSError, ValueError)
 
 def _look_or_say(run: RunDir, views: dict[str, JobView], silent: Set[str]) -> Look | Unreadable:
     try:
-        return look(run, None if backend_of(run).name in silent else views)
+        with readable():
+            return look(run, None if backend_of(run).name in silent else views)
     except _DAMAGE as e:
         return Unreadable(run, e.message if isinstance(e, ClusterTrainError) else f"{type(e).__name__}: {e}")

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.errors import ClusterTrainError
+from clustertrain.errors import ClusterTrainError, NotReadable
 from clustertrain.launch.look import Look, look
 from clustertrain.report.event_words import in_words
 from clustertrain.run import beat, rows
 from clustertrain.run.events import Event
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.folder import AttemptDir, RunDir, readable
 from clustertrain.run.spec import load_spec
 from clustertrain.telemetry.fields import column
 from clustertrain.telemetry.segments.newest import Newest, NodeNow
@@ -169,22 +169,29 @@ class _Slowly:
     def __init__(self, ask: Callable[[], Look]) -> None:
         self._ask = ask
         self._found: tuple[Look | None, str | None] = None, None
+        self._refused: NotReadable | None = None
         self._due = float("-inf")
         self._thread: threading.Thread | None = None
 
     def get(self, wait: bool) -> tuple[Look | None, str | None]:
-        """The newest answer, and why there is none newer."""
+        """The newest answer, and why there is none newer. Raises NotReadable where there will be none."""
         if (self._thread is None or not self._thread.is_alive()) and clock.monotonic() >= self._due:
             self._thread = threading.Thread(target=self._once, name="look", daemon=True)
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join()
+        if self._refused is not None:
+            raise self._refused
         return self._found
 
     def _once(self) -> None:
         begin = clock.monotonic()
         try:
-            self._found = self._ask(), None
+            with readable():
+                self._found = self._ask(), None
+        except NotReadable as e:
+            self._refused = e if self._found[0] is None else None
+            self._found = self._found[0], e.message
         except ClusterTrainError as e:
             self._found = self._found[0], e.message
         except Exception as e:  # the thread's edge: files that are not what was written

@@ -50,14 +50,22 @@ def _merge(files: Iterable[Path]) -> list[Event]:
     return sorted(events, key=lambda e: float(e["t"]))
 
 
+def _files(folder: Path) -> list[Path]:
+    """Not with glob, which takes a folder that may not be read for an empty one."""
+    try:
+        return [p for p in folder.iterdir() if p.suffix == ".jsonl"]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def of_attempt(attempt: AttemptDir) -> list[Event]:
     """All events of one attempt, by wall time."""
-    return _merge(attempt.events.glob("*.jsonl")) if attempt.events.is_dir() else []
+    return _merge(_files(attempt.events))
 
 
 def of_run(run: RunDir) -> list[Event]:
     """Events that belong to no attempt."""
-    return _merge(run.events.glob("*.jsonl")) if run.events.is_dir() else []
+    return _merge(_files(run.events))
 
 
 def named(events: Iterable[Event], name: str) -> Iterator[Event]:

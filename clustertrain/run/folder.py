@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import fsio, settings
-from clustertrain.errors import ClusterTrainError, ConfigError, NotFound
+from clustertrain.errors import ConfigError, NotFound, NotReadable
 
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 
@@ -212,7 +212,7 @@ def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path
 
 
 def open_run(path: Path) -> RunDir:
-    """Raises NotFound when ``path`` is no run directory, ClusterTrainError when it may not be looked into."""
+    """Raises NotFound when ``path`` is no run directory, NotReadable when it may not be looked into."""
     try:
         (path / "spec.toml").stat()
     except PermissionError as e:
@@ -222,9 +222,22 @@ def open_run(path: Path) -> RunDir:
     return RunDir(path)
 
 
-def refused(path: Path) -> ClusterTrainError:
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """What the files of another user's run refuse, in words.
+
+    Raises:
+        NotReadable: one of them may not be read.
+    """
+    try:
+        yield
+    except PermissionError as e:
+        raise refused(Path(e.filename or ".")) from e
+
+
+def refused(path: Path) -> NotReadable:
     """The error that a file or folder of somebody else's run may not be read."""
-    return ClusterTrainError(
+    return NotReadable(
         f"{path} may not be read by you: it belongs to {_owner(path)}",
         fix="its owner can open the run to its group: `submit --share`, or chmod -R g+rX on the run's folder",
     )

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain import settings
-from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir, open_run, runs_folder, sweeps_folder
+from clustertrain.run.folder import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
 
 SHOWN = 10
 _CLOSE_SHOWN, _LIKE = 3, 0.6
+_LOCAL = "local-"
 JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+")
 
 
 def all_runs() -> list[RunDir]:
-    """Every run in ``$CLUSTERTRAIN_HOME``, newest first."""
-    folder = runs_folder()
-    paths = [p for p in folder.iterdir() if (p / "spec.toml").is_file()] if folder.is_dir() else []
-    return [RunDir(p) for p in sorted(paths, key=lambda p: (p / "spec.toml").stat().st_mtime_ns, reverse=True)]
+    """Every run in ``$CLUSTERTRAIN_HOME`` that I may look into, newest first.
+
+    Raises:
+        NotReadable: the folder itself may not be read.
+    """
+    made = [(at, path) for path in _entries() if (at := _made_at(path)) is not None]
+    return [RunDir(path) for _, path in sorted(made, reverse=True)]
+
+
+def _entries() -> list[Path]:
+    try:
+        with readable():
+            return list(runs_folder().iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _made_at(path: Path) -> int | None:
+    """ns; None for what is no run, or another user's that is not shared."""
+    try:
+        found = (path / "spec.toml").stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
 
 
 def resolve(name: str) -> RunDir:
@@ -30,12 +53,15 @@ def resolve(name: str) -> RunDir:
     Raises:
         NotFound: nothing fits.
         Ambiguous: several do; they are listed.
+        NotReadable: what fits is another user's, and not shared.
+        UsageError: the name is empty.
     """
-    exact = runs_folder() / name
-    if name and "/" not in name and (exact / "spec.toml").is_file():
-        return open_run(exact)
+    _check(name)
+    if name != "latest" and "/" not in name:
+        with contextlib.suppress(NotFound):
+            return open_run(runs_folder() / name)
     runs = all_runs()
-    if name in ("", "latest"):
+    if name == "latest":
         if not runs:
             raise NotFound(f"there are no runs in {settings.home()}", fix="start one with `clustertrain submit`")
         return runs[0]
@@ -43,16 +69,38 @@ def resolve(name: str) -> RunDir:
         return only(name, holders)
     fitting = [r for r in runs if r.id.startswith(name)]
     if not fitting:
+        for path in _entries():
+            if path.name.startswith(name) and _denied(path):
+                raise refused(path)
         raise NotFound(f"no run {name!r} in {settings.home()}", fix=_close(name, runs))
     return only(name, fitting)
+
+
+def _check(name: str) -> None:
+    """An empty shell variable must not mean the newest run: `cancel "$JOB"`."""
+    if not name.strip():
+        raise UsageError(
+            f"RUN is {name!r}, which names no run; an empty shell variable?",
+            fix="name one, or write latest for the newest",
+        )
+
+
+def _denied(path: Path) -> bool:
+    try:
+        (path / "spec.toml").stat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _close(name: str, runs: Sequence[RunDir]) -> str:
     """The runs and jobs whose names are like ``name``, in words."""
     alike: dict[str, float] = {}
 
-    def weigh(known: str, shown: str) -> None:
-        matcher = difflib.SequenceMatcher(None, name, known)
+    def weigh(known: str, shown: str, typed: str = name) -> None:
+        matcher = difflib.SequenceMatcher(None, typed, known)
         if matcher.real_quick_ratio() >= _LIKE and (ratio := matcher.ratio()) >= _LIKE:
             alike[shown] = max(ratio, alike.get(shown, 0.0))
 
@@ -62,17 +110,22 @@ def _close(name: str, runs: Sequence[RunDir]) -> str:
             weigh(part, run.id)
     if JOB_ID.fullmatch(name):
         for run in runs:
-            for job_id in attempts.job_ids(run):
-                weigh(job_id, f"{run.id} (job {job_id})")
+            for job_id in _job_ids(run):
+                # What all local jobs begin with makes none of them like another.
+                weigh(job_id.removeprefix(_LOCAL), f"{run.id} (job {job_id})", name.removeprefix(_LOCAL))
     nearest = sorted(alike, key=lambda shown: -alike[shown])[:_CLOSE_SHOWN]
     more = "`clustertrain list` shows the runs"
-    return f"did you mean {' or '.join(nearest)}? {more}" if nearest else more
+    if nearest:
+        return f"did you mean {' or '.join(nearest)}? {more}"
+    ids = _job_ids(runs[0]) if runs and JOB_ID.fullmatch(name) else []
+    return f"the newest run is {runs[0].id} (job {ids[-1]}); {more}" if ids else more
 
 
 def resolve_all(name: str) -> list[RunDir]:
     """Several runs where ``name`` is a sweep or a job array, else the one that it names. Raises as :func:`resolve`."""
+    _check(name)
     sweep = sweeps_folder() / name
-    if name and "/" not in name and sweep.is_dir():
+    if "/" not in name and sweep.is_dir():
         runs = sweep_runs(sweep)
         if not runs:
             raise NotFound(f"the runs of the sweep {name} are gone")
@@ -90,7 +143,15 @@ def _holders(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
     """The runs that have held the job ``name`` or, where that is an array, one of its tasks."""
     if not JOB_ID.fullmatch(name):
         return []
-    return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in attempts.job_ids(r))]
+    return [r for r in runs if any(j == name or j.startswith(f"{name}_") for j in _job_ids(r))]
+
+
+def _job_ids(run: RunDir) -> list[str]:
+    """None of a run whose events may not be read."""
+    try:
+        return attempts.job_ids(run)
+    except PermissionError:
+        return []
 
 
 def only(name: str, fitting: list[RunDir]) -> RunDir:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from clustertrain.run.folder import RunDir
+from clustertrain.errors import ConfigError
+from clustertrain.run.folder import RunDir, refused
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.strict import build, read_toml
 
 
 def load_spec(run: RunDir) -> RunSpec:
-    """Raises ConfigError when spec.toml is missing or not what submit wrote."""
-    return build(read_toml(run.spec), RunSpec, str(run.spec))
+    """Raises ConfigError when spec.toml is missing or not what submit wrote, NotReadable when it may not be read."""
+    try:
+        document = read_toml(run.spec)
+    except ConfigError as e:
+        if isinstance(e.__cause__, PermissionError):
+            raise refused(run.spec) from e
+        raise
+    return build(document, RunSpec, str(run.spec))

@@ -99,6 +99,7 @@ class ParquetWriter:
         """
         self._writer.close()
         with self._temporary.open("rb") as f:
+            os.fchmod(f.fileno(), os.fstat(f.fileno()).st_mode & 0o640)  # pyarrow asks for 0666
             os.fsync(f.fileno())
             file = self._pq.ParquetFile(f)
             found = [_digest(*_group(file, i, self._columns)) for i in range(file.num_row_groups)]

@@ -305,7 +305,7 @@ def claim(node_folder: Path) -> Path:
     Raises:
         OSError: it cannot be made.
     """
-    node_folder.mkdir(parents=True, exist_ok=True)
+    fsio.make_folder(node_folder)
     for k in range(_MOST_SEGMENTS):
         if fsio.claim_folder(node_folder / str(k)):
             return node_folder / str(k)
@@ -341,7 +341,8 @@ def _replace(path: Path, data: bytes) -> None:
     """Replace without waiting for the disk: after a crash of the machine the reader does without a damaged one."""
     temporary = path.with_name(f".{path.name}")  # a killed one's is written over by the next
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as f:
+            f.write(data)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

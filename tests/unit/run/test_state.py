@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.launch.backend import JobView
 from clustertrain.run import attempts, folder, metrics, resolve, state
 from clustertrain.run.folder import RunDir
@@ -132,6 +132,31 @@ def test_runs_are_found_by_id_prefix_job_and_latest(run: RunDir) -> None:
     assert [resolve.resolve(n).id for n in names] == [run.id] * 4
     with pytest.raises(NotFound):
         resolve.resolve("nosuch")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+@pytest.mark.parametrize("find", [resolve.resolve, resolve.resolve_all])
+def test_an_empty_name_is_an_empty_variable_and_not_the_newest_run(
+    run: RunDir, find: Callable[[str], object], name: str
+) -> None:
+    submitted(run)
+    with pytest.raises(UsageError, match="RUN is '") as e:
+        find(name)
+    assert e.value.fix is not None and "latest" in e.value.fix
+
+
+def test_an_unknown_job_is_like_those_with_a_like_number_and_else_the_newest_is_named(run: RunDir) -> None:
+    submitted(run, job_id="local-41")
+
+    def fix(name: str) -> str:
+        with pytest.raises(NotFound) as e:
+            resolve.resolve(name)
+        return e.value.fix or ""
+
+    assert f"did you mean {run.id} (job local-41)?" in fix("41") and "did you mean" in fix("local-411")
+    for name in ("99", "local-99"):
+        assert "did you mean" not in fix(name) and f"the newest run is {run.id} (job local-41)" in fix(name)
+    assert fix("nosuch") == "`clustertrain list` shows the runs"
 
 
 def test_an_ambiguous_prefix_lists_the_candidates(run: RunDir) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,20 @@ def names(folder: Path) -> set[str]:
 
 
 DONE = {"header.json", "totals.json.gz", "fast.parquet", "slow.parquet", "rollup-60.packed", "rollup-900.bin"}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_the_group_may_read_and_nobody_else(tmp_path: Path, compacted: bool) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = record(tmp_path / "telemetry" / "n1", 1000, values=working)
+        if compacted:
+            compact.compact(folder, ended=True)
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(tmp_path): stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
+    assert modes == {path: 0o750 if (tmp_path / path).is_dir() else 0o640 for path in modes}
+    assert len(modes) > 5
 
 
 @pytest.mark.parametrize("end", [True, False])
