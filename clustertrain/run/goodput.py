@@ -70,7 +70,7 @@ def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, 
     reached = 0
     for i, attempt in enumerate(history):
         start = edge if attempt.start is None else max(attempt.start, edge)
-        total.queue_s += start - _waits_from(log, history[:i], edge, start)
+        total.queue_s += start - _waits_from(log, edge, start)
         told = _Told(run, attempt)
         following = next((a.start for a in history[i + 1 :] if a.start is not None), None)
         running = attempt.end is None and not finished and not waiting and i == len(history) - 1
@@ -78,7 +78,7 @@ def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, 
         reached = told.account(total, (start, edge), reached, running)
     until = now if waiting else _queued_until(log, history, now, finished)
     if until > edge:
-        total.queue_s += until - _waits_from(log, history, edge, until)
+        total.queue_s += until - _waits_from(log, edge, until)
     total.wall_s = math.fsum(getattr(total, part) for part in PARTS)
     held_s = total.wall_s - total.queue_s
     total.ratio = total.productive_s / total.wall_s if total.wall_s > 0 else 0.0
@@ -86,10 +86,9 @@ def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, 
     return total
 
 
-def _waits_from(log: Sequence[events.Event], before: Sequence[Attempt], edge: float, until: float) -> float:
-    """When the wait for the next start began: at ``edge``, or later where the run had ended for good there."""
-    if not state.settled(before):
-        return edge
+def _waits_from(log: Sequence[events.Event], edge: float, until: float) -> float:
+    """When the wait for the next start began: at ``edge``, or later where the run had ended there, with a word or
+    without one, and was continued by hand."""
     return next((t for e in events.named(log, "continued") if edge <= (t := float(e["t"])) <= until), edge)
 
 

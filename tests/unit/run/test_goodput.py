@@ -215,6 +215,20 @@ def test_the_days_before_an_ended_run_was_continued_by_hand_are_not_its_own(tmp_
     assert parts_of(book_of(history, 90_000.0)) == {"productive_s": 10.0, "queue_s": 10.0}
 
 
+def test_a_weekend_after_a_death_without_a_word_is_no_wait_in_the_queue(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    one = history.attempt(1, 0.0)
+    one.step(1, 5.0)
+    one.write()
+    history.of_run(200_000.0, "continued", by="me")
+    two = history.attempt(2, 200_010.0)
+    two.t = 200_010.0
+    two.step(2, 5.0)
+    two.batch(200_015.0, "ended", ending="completed")
+    two.write()
+    assert parts_of(book_of(history, 300_000.0)) == {"productive_s": 10.0, "queue_s": 10.0}
+
+
 def test_an_attempt_without_an_end_ends_with_its_last_sign_of_life(tmp_path: Path) -> None:
     history = History(tmp_path, None)
     one = history.attempt(1, 0.0)
