@@ -9,9 +9,9 @@ import contextlib
 import os
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,18 +20,16 @@ from clustertrain import clock
 from clustertrain.run import beat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers import allocation
-from clustertrain.telemetry.readers.gpu_events import GpuEvent, GpuEvents, Storm
+from clustertrain.telemetry.readers.gpu_events import GpuEvents
 from clustertrain.telemetry.readers.host import HostReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 from clustertrain.telemetry.readers.processes import JobProcesses
 from clustertrain.telemetry.readers.reading import Backoff, GpuReader
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.telling import Observer, OnEvent, Telling
 
-OnEvent = Callable[..., Any]
 NAN = float("nan")
-_NEVER_THERE = ("NOT_FOUND", "NO_PERMISSION")  # not lost: it is not shown to this job
-SETTLED_S = 120.0  # an alert is cleared when all was well for a while
 
 
 class Intervals(msgspec.Struct, frozen=True):
@@ -40,18 +38,6 @@ class Intervals(msgspec.Struct, frozen=True):
     sample_s: float = 1.0
     slow_s: float = 10.0
     flush_s: float = 10.0
-
-
-class Observer(Protocol):
-    """Sees every sample and every event of the driver, in the sampler's thread: must be quick."""
-
-    def listening(self, uuids: Sequence[str]) -> object:
-        """The driver will tell errors of these devices."""
-
-    def observe(self, snapshot: Snapshot) -> object: ...
-
-    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> object:
-        """``gpu_lost``, ``gpu_back``, or as of :class:`.GpuEvent`: ``xid``, ``ecc_corrected``, ``ecc_uncorrected``."""
 
 
 class Sampler:
@@ -88,26 +74,22 @@ class Sampler:
         self._node = node
         self._environ = dict(environ)
         self._intervals = msgspec.structs.replace(intervals or Intervals(), sample_s=interval_s)
-        self._on_event = on_event
+        self._tell = Telling(on_event, node, observers)
         self._first_rank = first_rank
         self._rank_count = rank_count
         self._beats_in = beats
         self._ranks: list[int] = []
         self._beats: beat.Reader | None = None
-        self._observers = list(observers)
         self._writer = Writer(folder)
         self._nvml = Nvml()
         self._nvml_reason: str | None = None
         self._nvml_retry = Backoff(30, 600)
         self._events: GpuEvents | None = None
-        self._storm = Storm()
         self._readers: list[GpuReader] = []
         self._facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
         self._newest: dict[fields.Pace, list[float]] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
-        self._lost: set[str] = set()
-        self._returned: dict[str, float] = {}  # until when it is told again and again
         self._write_failed = False
         self._begin = 0.0
         self._ready = threading.Event()
@@ -125,7 +107,7 @@ class Sampler:
         try:
             self._thread.start()
         except RuntimeError as e:  # the limit on processes is reached
-            self._event("telemetry_failed", reason=f"no thread could be started: {e}")
+            self._tell.event("telemetry_failed", reason=f"no thread could be started: {e}")
             return
         self._ready.wait(timeout_s)
 
@@ -147,14 +129,14 @@ class Sampler:
             where = traceback.extract_tb(e.__traceback__)[-1]
             reason = f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})"
             self._guarded_end(reason)
-            self._event("telemetry_failed", reason=reason)
+            self._tell.event("telemetry_failed", reason=reason)
         finally:
             self._ready.set()
             self._nvml.close()
             try:
                 self._writer.close()
             except OSError as e:
-                self._event("telemetry_failed", reason=f"the samples could not be written: {e}")
+                self._tell.event("telemetry_failed", reason=f"the samples could not be written: {e}")
 
     def _guarded_end(self, reason: str) -> None:
         with contextlib.suppress(Exception):  # the writer may be what failed
@@ -175,10 +157,7 @@ class Sampler:
             now = clock.monotonic()
             if now >= next_slow:
                 self._slow(host, processes, beats)
-                for uuid, until in list(self._returned.items()):
-                    self._tell_observers("event", "gpu_back", uuid)
-                    if now > until:
-                        del self._returned[uuid]
+                self._tell.returned(now)
                 next_slow = now + every.slow_s
             if now >= next_flush:
                 self._flush()
@@ -187,7 +166,7 @@ class Sampler:
             self._heal(host)
             # From the start, so that nothing drifts. Ticks that a slow driver made us miss show as missing coverage.
             tick = max(tick + 1, int((clock.monotonic() - start) / every.sample_s))
-        self._tell_events(self._storm.rest())
+        self._tell.rest(self._facts)
         self._writer.end(self._elapsed())
 
     def _elapsed(self) -> float:
@@ -255,20 +234,12 @@ class Sampler:
             row += [NAN] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
         self._put(fields.FAST, at, row)
         if self._events is not None:
-            found = self._events.poll()
-            for e in found:
-                self._tell_observers("event", e.kind, e.uuid, xid=e.xid, count=e.count)
-            self._tell_events(self._storm.due(found, at))
-
-    def _tell_events(self, found: Sequence[GpuEvent]) -> None:
-        index = {f.uuid: f.index for f in self._facts}
-        for e in found:
-            self._event("gpu_event", uuid=e.uuid, index=index.get(e.uuid), kind=e.kind, xid=e.xid, count=e.count)
+            self._tell.errors(self._events.poll(), self._facts, at)
 
     def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()
         row = [*self._gpu_values(fields.SLOW), *map(_float, host.read())]
-        self._tell(at, "host", host.reasons)
+        self._reasons(at, "host", host.reasons)
         found = processes.read({rank: b.pid for rank, b in beats.items()})
         job = None if found is None else found.job
         row += [NAN] * 3 if job is None else [job.memory_bytes, job.cpu_s, job.processes]
@@ -284,8 +255,9 @@ class Sampler:
         for number, reader in enumerate(self._readers):
             values = reader.read(pace)
             row += blank if values is None else map(_float, values)
-            self._tell(at, f"gpu{number}", reader.reasons)
-            self._tell_loss(reader)
+            self._reasons(at, f"gpu{number}", reader.reasons)
+            if self._tell.health(reader.device, reader.lost) and self._events is not None:
+                self._events.open()  # it came back
         return row
 
     def _put(self, pace: fields.Pace, at: float, row: list[float]) -> None:
@@ -293,23 +265,15 @@ class Sampler:
         (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, np.array(row, dtype=np.float64))
 
     def _observe(self) -> None:
-        if not self._observers:
+        if not self._tell.observers:
             return
         values: dict[str, float] = {}
         for pace, columns in self._columns.items():
             values.update(zip(columns, self._newest[pace], strict=True))
         snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values)
-        self._tell_observers("observe", snapshot)
+        self._tell.sample(snapshot)
 
-    def _tell_observers(self, what: str, *args: Any, **values: Any) -> None:
-        for observer in list(self._observers):
-            try:
-                getattr(observer, what)(*args, **values)
-            except Exception as e:  # one who watches must not end the sampling
-                self._observers.remove(observer)
-                self._event("telemetry_failed", reason=f"{type(observer).__name__} is off: {type(e).__name__}: {e}")
-
-    def _tell(self, at: float, device: str, reasons: Mapping[str, str]) -> None:
+    def _reasons(self, at: float, device: str, reasons: Mapping[str, str]) -> None:
         """Write the reasons that have changed."""
         known = self._told_of.setdefault(device, {})
         if known == reasons:
@@ -319,22 +283,6 @@ class Sampler:
             if reason != known.get(field):
                 self._writer.null(at, fields.column(device, field), reason)
         self._told_of[device] = dict(reasons)
-
-    def _tell_loss(self, reader: GpuReader) -> None:
-        uuid, reason = reader.device.uuid, reader.lost
-        if (reader.device.reason or "").startswith(_NEVER_THERE):
-            return  # the report tells it from the allocation
-        if reason is not None and uuid not in self._lost:
-            self._lost.add(uuid)
-            self._returned.pop(uuid, None)
-            self._event("gpu_lost", uuid=uuid, index=reader.device.index, reason=reason)
-            self._tell_observers("event", "gpu_lost", uuid)
-        elif reason is None and uuid in self._lost:
-            self._lost.remove(uuid)
-            self._event("gpu_back", uuid=uuid, index=reader.device.index)
-            self._returned[uuid] = clock.monotonic() + SETTLED_S
-            if self._events is not None:
-                self._events.open()
 
     def _heal(self, host: HostReader) -> None:
         """Open NVML again when it went away under us, or was not there at first. Rarely: opening takes seconds."""
@@ -372,7 +320,7 @@ class Sampler:
         if self._events is not None:
             self._events.open()
             told = [d.uuid for d in devices if d.uuid not in self._events.reasons]
-            self._tell_observers("listening", told)
+            self._tell.listening(told)
 
     def _flush(self) -> None:
         try:
@@ -381,13 +329,7 @@ class Sampler:
         except OSError as e:
             if not self._write_failed:
                 self._write_failed = True
-                self._event("telemetry_failed", reason=f"the samples could not be written, and are kept: {e}")
-
-    def _event(self, name: str, **values: Any) -> None:
-        if self._on_event is None:
-            return
-        with contextlib.suppress(OSError):  # the disk that refuses the samples refuses the events too
-            self._on_event(name, node=self._node, **values)
+                self._tell.event("telemetry_failed", reason=f"the samples could not be written, and are kept: {e}")
 
 
 def _float(value: float | None) -> float:
