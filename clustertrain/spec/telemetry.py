@@ -37,6 +37,14 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ):
             raise ValueError(f"webhook = {self.webhook!r}: must be a URL, as https://host/path")
 
+    def public(self) -> AlertsSpec:
+        """Without what may be a secret, as valid as before: the arguments of the command, all but the webhook's
+        host."""
+        parts = urlsplit(self.webhook)
+        host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/..."
+        command = [*self.command[:1], *(["..."] if len(self.command) > 1 else [])]
+        return msgspec.structs.replace(self, webhook=host if self.webhook else "", command=command)
+
 
 class ExporterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``[telemetry.prometheus]`` table: a page in Prometheus's text format that each agent serves, or a file."""

@@ -27,7 +27,7 @@ from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
-from clustertrain.spec.recipe import AUTO, CheckpointSpec
+from clustertrain.spec.recipe import AUTO, CheckpointSpec, Recipe
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
@@ -106,7 +106,7 @@ class Keeping:
             device=context.device,
             # The local backend's nodes are all on this machine.
             sharers=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
-            about=self._about(),
+            about=about(self._context),
             local=self._local(asked),
             remote=self._remote(asked, policy),
             until=self._until,
@@ -148,16 +148,6 @@ class Keeping:
             return
         self._event("copy_failed", step=copied.step, why=copied.trouble.why)
         log.warning("the checkpoint of step %d is not copied: %s", copied.step, copied.trouble.why)
-
-    def _about(self) -> dict[str, Any]:
-        spec, run = self._context.spec, self._context.run
-        record = (fsio.read_json(run.record) or {}) if run is not None else {}
-        return {
-            "clustertrain": clustertrain.__version__,
-            "python": platform.python_version(),
-            "recipe": msgspec.to_builtins(spec.recipe) if spec is not None and spec.script is None else None,
-            "git": record.get("git"),
-        }
 
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
@@ -315,3 +305,20 @@ class Keeping:
 
     def _told_to_stop(self) -> bool:
         return self._context.rank_dir is not None and (self._context.rank_dir / "stop").exists()
+
+
+def about(context: RankContext) -> dict[str, Any]:
+    """What made a checkpoint. Checkpoints are copied and handed on, so no secret of the recipe's is in it."""
+    spec, run = context.spec, context.run
+    record = (fsio.read_json(run.record) or {}) if run is not None else {}
+    return {
+        "clustertrain": clustertrain.__version__,
+        "python": platform.python_version(),
+        "recipe": msgspec.to_builtins(_public(spec.recipe)) if spec is not None and spec.script is None else None,
+        "git": record.get("git"),
+    }
+
+
+def _public(recipe: Recipe) -> Recipe:
+    telemetry = msgspec.structs.replace(recipe.telemetry, alerts=recipe.telemetry.alerts.public())
+    return msgspec.structs.replace(recipe, telemetry=telemetry)

@@ -1,0 +1,35 @@
+"""What a checkpoint's index says of the run that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train.keeping import about
+from tests.unit.train.alone import ALONE
+
+SECRET = "T000-B000-s3cret"
+
+
+@pytest.mark.parametrize("url", ["https://hooks.example.org:8443/services/{}", "http://me:{}@[::1]/x?token={}"])
+def test_the_secrets_of_the_alerts_stay_in_the_spec(url: str) -> None:
+    alerts = {"webhook": url.replace("{}", SECRET), "command": ["notify", "--token", SECRET], "idle_min": 3.0}
+    spec = build({"recipe": {"telemetry": {"alerts": alerts}}}, RunSpec, "spec.toml")
+    found = about(dataclasses.replace(ALONE, spec=spec))
+    assert SECRET not in json.dumps(found)
+    assert found["recipe"]["telemetry"]["alerts"]["command"][0] == "notify"
+    again = build(found["recipe"], Recipe, "manifest.json")  # `checkpoint export` does
+    assert again.telemetry.alerts.idle_min == 3.0
+    host = "https://hooks.example.org:8443/" if "hooks" in url else "http://[::1]/"
+    assert again.telemetry.alerts.webhook.startswith(host)
+    assert again.model == spec.recipe.model
+
+
+def test_without_alerts_it_is_the_whole_recipe() -> None:
+    spec = build({}, RunSpec, "spec.toml")
+    assert build(about(dataclasses.replace(ALONE, spec=spec))["recipe"], Recipe, "manifest.json") == spec.recipe
