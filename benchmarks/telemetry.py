@@ -3,6 +3,7 @@
 overhead   the sampler in a process with 8 stand-in GPUs at 1 Hz: processor time a second of wall time, and memory
            beyond what the process had before. The stand-in answers at once, so this is the cost of our own code, of
            nvidia-ml-py, numpy and psutil; a driver adds its own.
+steps      steps of fixed work on all cores, with the sampler beside them and without, in turn.
 size       a day of 8 GPUs at 1 Hz, all fields, written by the store and compacted: bytes a stored value with header,
            totals and roll-ups counted in, against Parquet as it is by default and lines of JSON, of the same values.
 report     `clustertrain telemetry RUN --json` as a whole process: a week of 1,024 GPUs at 10 s, a day of 32 at 1 Hz.
@@ -24,12 +25,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import measure
 from benchmarks.measure import CannotRun
+from benchmarks.telemetry_steps import steps
+
+if TYPE_CHECKING:
+    from tests.nvml_stub.build import Stub
 
 GPUS, DAY_S = 8, 86_400
+_GPUS = {"NVML_STUB_FILE": "", "NVML_STUB_DEVICES": str(GPUS)}
 ROUNDS = 5
 T0 = 1_790_000_000.0
 _PACKAGES = ("clustertrain", "numpy", "nvidia-ml-py", "psutil", "pyarrow")
@@ -40,6 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="telemetry-benchmark-") as scratch:
         folder = Path(scratch)
         result["overhead"] = overhead(folder, 60.0)
+        result["steps"] = steps(folder / "steps", stand_in(folder).environ(**_GPUS))
         result["size"], day = size(folder)
         result["report"] = reports(folder, day)
     result["targets"] = targets(result)
@@ -51,10 +58,12 @@ def main() -> int:
 
 
 def targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    slower = result["steps"]["interval"][0] - 1.0
     cost, week, day = result["overhead"], result["report"]["week"], result["report"]["day"]
     found = [
         ("sampler: at most 0.1 % of a core, as a share", cost["cpu_s_per_wall_s"], 0.001),
         ("sampler: at most 60 MB beyond the agent's own, MB", cost["memory_mb"], 60.0),
+        ("step time beside the sampler: longer for certain by at most, as a share", slower, 0.002),
         ("store: at most 1.0 byte a value", result["size"]["bytes_per_value"], 1.0),
         ("report, 1,024 GPUs and 7 days: at most 3 s", week["wall_s"]["median"], 3.0),
         ("report, 1,024 GPUs and 7 days: at most 1,000 MB", week["memory_mb"], 1000.0),
@@ -69,20 +78,24 @@ def overhead(folder: Path, seconds: float) -> dict[str, Any]:
     Raises:
         CannotRun: it failed, or there is no compiler for the stand-in.
     """
-    from tests.nvml_stub.build import Stub
-
-    try:
-        stub = Stub(folder / "nvml")
-    except RuntimeError as e:
-        raise CannotRun(str(e)) from e
     argv = [sys.executable, "-m", "benchmarks.telemetry", "--seconds", str(seconds)]
     argv += ["--folder", str(folder / "sampled")]
-    env = stub.environ(NVML_STUB_FILE="", NVML_STUB_DEVICES=str(GPUS))
+    env = stand_in(folder).environ(**_GPUS)
     done = subprocess.run(argv, env=env, cwd=measure.ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotRun(f"the sampler failed: {done.stderr.strip()[-1000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def stand_in(folder: Path) -> Stub:
+    """Raises CannotRun where there is no compiler."""
+    from tests.nvml_stub.build import Stub
+
+    try:
+        return Stub(folder / "nvml")
+    except RuntimeError as e:
+        raise CannotRun(str(e)) from e
 
 
 def sample(folder: Path, seconds: float) -> dict[str, Any]:
