@@ -19,6 +19,7 @@ import msgspec
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, NotReadable
 from clustertrain.launch.look import Look, look
+from clustertrain.report import pace
 from clustertrain.report.event_words import in_words
 from clustertrain.run import beat, rows
 from clustertrain.run.events import Event
@@ -31,7 +32,6 @@ from clustertrain.telemetry.segments.store import GpuFacts
 GIB = 1 << 30
 LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
-RECENT_S = 600.0  # the steps that a rate is taken from
 MOST_EVENTS = 50
 NODES_A_SECOND = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
 
@@ -222,7 +222,7 @@ class _Attempt:
         log = self._read_events()
         expected = (fsio.peek_json(self.dir.record) or {}).get("nodes", ()) if not self._nodes else ()
         steps = [r.step for r in self._table if r.step is not None]
-        recent = _recent(self._rows)
+        recent = pace.recent(self._rows)
         step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
         deadline = fsio.peek_json(self.dir.deadline) if running else None
         return msgspec.structs.replace(
@@ -233,7 +233,7 @@ class _Attempt:
             rows=self._table,
             events=_told(log),
             allocation_ends=(deadline or {}).get("end_time"),
-            **_pace(recent, log, step, frame.total_steps, now if running else None),
+            **pace.of(recent, log, step, frame.total_steps, now if running else None),
         )
 
     def _read_nodes(self) -> None:
@@ -374,55 +374,6 @@ def _node(now_of: NodeNow, now: float, running: bool) -> NodeView:
 
 def _silent(node: str, frame: View) -> NodeView:
     return NodeView(node=node, trouble="has recorded nothing yet" if frame.telemetry else "telemetry is off")
-
-
-def _recent(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [r for r in rows if float(r["t"]) >= float(rows[-1]["t"]) - RECENT_S]
-
-
-def _pace(
-    rows: list[dict[str, Any]], log: list[Event], step: int | None, total: int | None, now: float | None
-) -> dict[str, Any]:
-    """The rate of the recent steps, and how long the rest will take. ``now``: None for a run that has ended."""
-    if not rows:
-        return {}
-    step_s, newest = _step_s(rows), float(rows[-1]["t"])
-    overhead = _overhead(log, newest)
-    eta = None
-    if now is not None and step_s is not None and step is not None and total is not None and total >= step:
-        eta = (total - step) * step_s * (1 + (overhead or 0.0))
-    rates = [float(r["tokens_per_s"]) for r in rows if isinstance(r.get("tokens_per_s"), int | float)]
-    loss = rows[-1].get("loss")
-    return {
-        "step_s": step_s,
-        "tokens_per_s": sum(rates) / len(rates) if rates else None,
-        "loss": float(loss) if isinstance(loss, int | float) else None,
-        "since_step_s": None if now is None else max(0.0, now - newest),
-        "eta_s": eta,
-        "overhead": overhead,
-    }
-
-
-def _step_s(rows: list[dict[str, Any]]) -> float | None:
-    times = [float(r["step_s"]) for r in rows if isinstance(r.get("step_s"), int | float)]
-    if times:
-        return sum(times) / len(times)
-    steps = int(rows[-1]["step"]) - int(rows[0]["step"])  # a script that logs now and then
-    return (float(rows[-1]["t"]) - float(rows[0]["t"])) / steps if steps > 0 else None
-
-
-def _overhead(log: list[Event], until: float) -> float | None:
-    """Seconds of checkpoints and evaluations a second of steps, since the first step or as far back as the log's end
-    reaches; None where there were none."""
-    spent = [(float(e["t"]), float(e.get("stall_s") or e.get("eval_s") or 0.0)) for e in log
-             if e["event"] in ("checkpoint", "evaluation")]  # fmt: skip
-    if not spent:
-        return None
-    first = next((float(e["t"]) for e in log if e["event"] == "first_step"), None)
-    since = spent[0][0] - spent[0][1] if first is None else first
-    seconds = sum(s for t, s in spent if t <= until)
-    trained = until - since - seconds
-    return seconds / trained if trained > 60 else None
 
 
 def _told(log: list[Event]) -> list[EventView]:

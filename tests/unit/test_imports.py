@@ -13,6 +13,7 @@ import pytest
 import clustertrain
 from clustertrain.errors import ConfigError
 from clustertrain.launch import filesystem
+from clustertrain.launch.submit import SubmitRequest, submit
 from tests.fake_slurm.fixture import fake_slurm  # noqa: F401
 
 # Runs the command line, then writes down every module that is loaded.
@@ -53,7 +54,7 @@ def submitted(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     home = Path(os.environ["CLUSTERTRAIN_HOME"])
     if not _on_real_disk(tmp_path):
         pytest.skip(f"{home} is on a filesystem that a submission to Slurm refuses")
-    _modules(tmp_path, "submit", "--name", "imports")
+    submit(SubmitRequest(target="", cwd=tmp_path, argv=("clustertrain", "submit"), job={"name": "imports"}))
     return tmp_path
 
 

@@ -325,7 +325,7 @@ def _die_at(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("same_step", [pytest.param(False, marks=pytest.mark.long), True])
 def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
     root: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
 ) -> None:

@@ -71,7 +71,7 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
     return {"params": sizes["PARAM"], "activations": sizes["ACT"] - local.numel() * local.element_size()}
 
 
-@pytest.mark.parametrize("mode", ["fp32", "cast"])
+@pytest.mark.parametrize("mode", ["fp32", pytest.param("cast", marks=pytest.mark.long)])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_count_is_what_torch_holds(name: str, checkpointing: str, mode: str) -> None:

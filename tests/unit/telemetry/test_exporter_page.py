@@ -20,7 +20,7 @@ from clustertrain.spec.telemetry import ExporterSpec
 from clustertrain.telemetry.export import textfile
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Feed, Labels
-from clustertrain.telemetry.export.page import PORTS
+from clustertrain.telemetry.export.page import CLIENTS, PORTS
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 
 WAIT_S = 30.0
@@ -177,12 +177,12 @@ def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watc
     watched = export(port=free_port(PORTS))
     port = watched.started()
     before = threading.active_count()
-    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(CLIENTS + 4)]
     try:
-        for client in clients[8:]:
+        for client in clients[CLIENTS:]:
             client.settimeout(WAIT_S)
             assert client.recv(1) == b""  # turned away
-        assert threading.active_count() <= before + 8
+        assert threading.active_count() <= before + CLIENTS
     finally:
         for client in clients:
             client.close()

@@ -98,7 +98,7 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
 _CHANGES = ("write_bytes", "replace", "unlink", "fsync_folder")
 
 
-@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("end", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_killed_at_any_moment_it_is_readable_and_a_second_run_completes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bool
 ) -> None:

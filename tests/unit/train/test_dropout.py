@@ -120,6 +120,7 @@ def test_gradients_pass_where_values_did() -> None:
     assert torch.equal(x.grad != 0, mask(placed()["a"]))
 
 
+@pytest.mark.long
 def test_compiles_once_for_all_layers() -> None:
     layers = nn.ModuleDict({str(i): Dropout(0.3) for i in range(12)})
     dropout.place(layers, ALONE, 7)

@@ -1,0 +1,66 @@
+"""How fast a running job is now, and when it will be done: from its newest rows and events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clustertrain.run.events import Event
+
+RECENT_S = 600.0  # the steps that a rate is taken from
+
+
+def recent(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that the rate is taken from."""
+    return [r for r in rows if float(r["t"]) >= float(rows[-1]["t"]) - RECENT_S]
+
+
+def of(
+    rows: list[dict[str, Any]], log: list[Event], step: int | None, total: int | None, now: float | None
+) -> dict[str, Any]:
+    """The rate of the recent steps, and how long the rest will take, as fields of ``live.View``.
+
+    Args:
+        rows: the recent ones, oldest first.
+        log: the events of the attempt, by time.
+        step: how many are done, of ``total``.
+        now: UTC epoch s; None for a run that has ended.
+    """
+    if not rows:
+        return {}
+    step_s, newest = _step_s(rows), float(rows[-1]["t"])
+    overhead = _overhead(log, newest)
+    eta = None
+    if now is not None and step_s is not None and step is not None and total is not None and total >= step:
+        eta = (total - step) * step_s * (1 + (overhead or 0.0))
+    rates = [float(r["tokens_per_s"]) for r in rows if isinstance(r.get("tokens_per_s"), int | float)]
+    loss = rows[-1].get("loss")
+    return {
+        "step_s": step_s,
+        "tokens_per_s": sum(rates) / len(rates) if rates else None,
+        "loss": float(loss) if isinstance(loss, int | float) else None,
+        "since_step_s": None if now is None else max(0.0, now - newest),
+        "eta_s": eta,
+        "overhead": overhead,
+    }
+
+
+def _step_s(rows: list[dict[str, Any]]) -> float | None:
+    times = [float(r["step_s"]) for r in rows if isinstance(r.get("step_s"), int | float)]
+    if times:
+        return sum(times) / len(times)
+    steps = int(rows[-1]["step"]) - int(rows[0]["step"])  # a script that logs now and then
+    return (float(rows[-1]["t"]) - float(rows[0]["t"])) / steps if steps > 0 else None
+
+
+def _overhead(log: list[Event], until: float) -> float | None:
+    """Seconds of checkpoints and evaluations a second of steps, since the first step or as far back as the log's end
+    reaches; None where there were none."""
+    spent = [(float(e["t"]), float(e.get("stall_s") or e.get("eval_s") or 0.0)) for e in log
+             if e["event"] in ("checkpoint", "evaluation")]  # fmt: skip
+    if not spent:
+        return None
+    first = next((float(e["t"]) for e in log if e["event"] == "first_step"), None)
+    since = spent[0][0] - spent[0][1] if first is None else first
+    seconds = sum(s for t, s in spent if t <= until)
+    trained = until - since - seconds
+    return seconds / trained if trained > 60 else None
