@@ -84,6 +84,10 @@ def telemetry(
     file is written and nothing is shown, unless --json asks for it.
     """
     since_s = None if since is None else seconds(since)
+    if html == "-":
+        raise UsageError(
+            "--html -: a page is a file, and does not go to standard output", fix="name one: --html report.html"
+        )
     if as_json and csv == "-":
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
