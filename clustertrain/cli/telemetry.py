@@ -86,6 +86,10 @@ def telemetry(
     since_s = None if since is None else seconds(since)
     if since_s is not None and since_s <= 0:
         raise UsageError(f"--since {since}: must be longer than nothing", fix="write 90s, 10m, 1h or 1h30m")
+    if html == "-":
+        raise UsageError(
+            "--html -: a page is a file, and does not go to standard output", fix="name one: --html report.html"
+        )
     if as_json and csv == "-":
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+
 
 def positive(name: str, value: float) -> None:
-    if value <= 0:
+    if not value > 0:  # nor is nan
         raise ValueError(f"{name} = {value}: must be greater than 0")
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} = {value}: must lie between {low:g} and {high:g}")
+
+
+def is_host(text: str) -> bool:
+    """Whether it has the form of a host's name, or of an address of IPv4 or IPv6 (without brackets)."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _HOST.fullmatch(text) is not None
+    return True

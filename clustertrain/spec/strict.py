@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -40,6 +41,15 @@ def _check_keys(value: dict[str, Any], kind: type[msgspec.Struct], where: str, s
             _check_keys(inner, struct, path, source)
 
 
+def _check_finite(value: Any, where: str, source: str) -> None:
+    """TOML has nan and inf, which pass half of all checks of a range."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{source}: {where} = {value}: must be a finite number", fix=f"change {where}")
+    inner = value.items() if isinstance(value, dict) else ((None, v) for v in value) if isinstance(value, list) else ()
+    for key, of in inner:
+        _check_finite(of, where if key is None else f"{where}.{key}" if where else str(key), source)
+
+
 def build(value: dict[str, Any], kind: type[S], source: str) -> S:
     """``value`` as a ``kind``.
 
@@ -47,6 +57,7 @@ def build(value: dict[str, Any], kind: type[S], source: str) -> S:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
     """
     _check_keys(value, kind, "", source)
+    _check_finite(value, "", source)
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as e:

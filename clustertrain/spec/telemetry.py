@@ -7,7 +7,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.spec.ranges import is_host, positive, within
+
+PORTS = 33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine
 
 
 class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,9 +34,7 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             within(name, getattr(self, name), 0.0, 1.0)
         if self.command and not self.command[0]:
             raise ValueError(f"command = {self.command!r}: begins with an empty name")
-        if self.webhook and (
-            urlsplit(self.webhook).scheme not in ("http", "https") or not urlsplit(self.webhook).netloc
-        ):
+        if self.webhook and not _is_url(self.webhook):
             raise ValueError(f"webhook = {self.webhook!r}: must be a URL, as https://host/path")
 
     def public(self) -> AlertsSpec:
@@ -54,9 +54,11 @@ class ExporterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     textfile: str = ""  # a folder that node_exporter's textfile collector reads
 
     def __post_init__(self) -> None:
-        within("port", self.port, 0, 65535)
+        within("port", self.port, 0, 65536 - PORTS)
         if self.port and not self.address:
             raise ValueError('address = "": name one; "0.0.0.0" lets everybody in the network read')
+        if self.address and not is_host(self.address):
+            raise ValueError(f"address = {self.address!r}: must be a host's name or an IP address, without a port")
         if self.textfile and not PurePosixPath(self.textfile).is_absolute():
             raise ValueError(
                 f"textfile = {self.textfile!r}: must be an absolute path, as every node has its own folder"
@@ -77,3 +79,14 @@ class TelemetrySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         positive("interval_s", self.interval_s)
         within("interval_s", self.interval_s, 0.1, 60.0)  # GPM has nothing new below 0.1 s
         within("flush_s", self.flush_s, self.interval_s, 600.0)
+
+
+def _is_url(text: str) -> bool:
+    """Of a web server, as an HTTP client takes it: what is not ASCII, and spaces, are to be encoded."""
+    if not all("!" <= c <= "~" for c in text):
+        return False
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
+    except ValueError:  # a port that is no number or too great, a bracket too few
+        return False

@@ -11,9 +11,9 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from clustertrain.spec.telemetry import PORTS
 from clustertrain.telemetry.export.feed import Feed
 
-PORTS = 33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine
 CLIENT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout
 CLIENTS = 8  # served at a time; more are turned away: everybody who reaches the port may connect
 

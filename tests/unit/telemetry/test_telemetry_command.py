@@ -112,3 +112,13 @@ def test_a_run_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "stat", refuse)
     with pytest.raises(ClusterTrainError, match="may not be read by you"):
         open_run(tmp_path / "runs" / "gpt-abc234")
+
+
+@pytest.mark.parametrize("option", ["--html", "--parquet"])
+def test_a_page_or_a_parquet_file_is_not_for_standard_output(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(telemetry, [option, "-"])
+    assert isinstance(done.exception, ClusterTrainError) and f"{option} -" in done.exception.message
+    assert done.exception.fix and not (tmp_path / "-").exists()

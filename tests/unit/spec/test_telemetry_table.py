@@ -1,0 +1,94 @@
+"""The ``[telemetry]`` table: what could not work is refused before the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build, parse_toml
+from clustertrain.spec.telemetry import TelemetrySpec
+
+
+def read(text: str) -> TelemetrySpec:
+    return build(parse_toml(text, "it.toml"), Recipe, "it.toml").telemetry
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "telemetry.alerts.idle_min",
+        "telemetry.alerts.hang_min",
+        "telemetry.alerts.memory",
+        "telemetry.interval_s",
+        "telemetry.flush_s",
+        "optim.lr",
+    ],
+)
+def test_what_is_no_finite_number_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"it.toml: {key} = {value}"):
+        read(f"{key} = {value}")
+
+
+def test_nor_is_it_taken_in_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.betas = nan"):
+        read("optim.betas = [0.9, nan]")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://exa mple/x",
+        "https://host/a path",
+        "https://host/\\nx",
+        "https://h\u00f6st/x",
+        "https://host:99999/x",
+        "https://host:port/x",
+        "https://[::1/x",
+        "https://-host/x",
+        "https://host_/..x\\t",
+        "https://:443/x",
+        "https://a..b/x",
+    ],
+)
+def test_what_is_no_url_is_no_webhook(url: str) -> None:
+    with pytest.raises(ConfigError, match="webhook"):
+        read(f'telemetry.alerts.webhook = "{url}"')
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hooks.example.org/services/T0/B0/x?a=1&b=%20",
+        "http://me:pass@localhost:8080",
+        "https://[2001:db8::1]:8443/x",
+        "http://192.0.2.7/x",
+        "https://my_host.local./x",
+    ],
+)
+def test_what_is_a_webhook(url: str) -> None:
+    assert read(f'telemetry.alerts.webhook = "{url}"').alerts.webhook == url
+
+
+@pytest.mark.parametrize("address", ["nonsense host", "http://host", "host:9400", "a,b", "[::1]", "-x", " "])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        read(f'telemetry.prometheus = {{port = 9400, address = "{address}"}}')
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::", "::1", "fe80::1%eth0", "node-1.example.org", "n1"])
+def test_what_is_an_address(address: str) -> None:
+    assert read(f'telemetry.prometheus = {{port = 9400, address = "{address}"}}').prometheus.address == address
+
+
+@pytest.mark.parametrize(("port", "taken"), [(65503, True), (65504, False), (65535, False), (0, True), (-1, False)])
+def test_the_ports_after_it_exist_too(port: int, taken: bool) -> None:
+    table: dict[str, Any] = {"telemetry": {"prometheus": {"port": port}}}
+    if taken:
+        assert build(table, Recipe, "it.toml").telemetry.prometheus.port == port
+        return
+    with pytest.raises(ConfigError, match=f"port = {port}: must lie between 0 and 65503"):
+        build(table, Recipe, "it.toml")
