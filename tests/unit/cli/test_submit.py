@@ -144,7 +144,7 @@ def test_plan_json_has_the_keys_of_the_contract(type_: Type, capsys: pytest.Capt
 
 
 def test_plan_of_what_does_not_fit_says_so_and_submit_refuses(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--gpu-type", "t4", "--set", "model.dim=8192", "--set", "model.heads=64", "--set", "model.layers=64"]
+    words = ["--gpu-type", "t4", "--set", "model.dim=8192", "--set", "model.heads=64", "--set", "model.layers=12"]
     assert type_("plan", *words) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert type_("submit", *words) == 78

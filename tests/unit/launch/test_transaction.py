@@ -136,7 +136,7 @@ def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
         {"job": {"nodes": 3, "gpus": 7}, "assignments": ("train.global_batch=16",)},
         {"job": {"sbatch": {"wrap": "id"}}},
         {"job": {"account": "a\nb"}},
-        {"job": {"gpu_type": "t4"}, "assignments": ("model.dim=8192", "model.heads=64", "model.layers=64")},
+        {"job": {"gpu_type": "t4"}, "assignments": ("model.dim=8192", "model.heads=64", "model.layers=12")},
         {"job": {"checkpoint_dir": "/proc/nope"}},
     ]
 
