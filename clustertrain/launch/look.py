@@ -52,7 +52,7 @@ class Look:
 def backend_of(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
     submitted = events.last(events.of_run(run), "submitted")
-    named = submitted["backend"] if submitted else load_spec(run).job.backend
+    named = (submitted or {}).get("backend") or load_spec(run).job.backend
     return of_run(str(named))
 
 

@@ -21,7 +21,7 @@ from clustertrain.errors import ClusterTrainError, NotReadable
 from clustertrain.launch.look import Look, look
 from clustertrain.report import pace
 from clustertrain.report.event_words import in_words
-from clustertrain.run import beat, rows
+from clustertrain.run import beat, events, rows
 from clustertrain.run.events import Event
 from clustertrain.run.folder import AttemptDir, RunDir, readable
 from clustertrain.run.spec import load_spec
@@ -267,7 +267,10 @@ class _Attempt:
     def _read_metrics(self) -> None:
         mark = _mark(self._metrics)
         if mark != self._rows_mark:
-            self._rows_mark, self._rows = mark, [r for r in rows.last(self._metrics, METRICS_BYTES) if "t" in r]
+            self._rows_mark, self._rows = (
+                mark,
+                [r for r in rows.last(self._metrics, METRICS_BYTES) if _is_number(r.get("t"))],
+            )
 
     def _read_events(self) -> list[Event]:
         """The ends of all writers' files, by time."""
@@ -279,8 +282,7 @@ class _Attempt:
             mark = _mark(path)
             known = self._ends.get(path)
             if known is None or known[0] != mark:
-                found = [e for e in fsio.last_lines(path, EVENTS_BYTES) if "event" in e and "t" in e]
-                self._ends[path] = mark, found
+                self._ends[path] = mark, events.sound(fsio.last_lines(path, EVENTS_BYTES))
         return sorted((e for _, found in self._ends.values() for e in found), key=lambda e: float(e["t"]))
 
     def _rows_of(self, node: NodeNow) -> list[Row]:
@@ -307,6 +309,10 @@ class _Attempt:
             "step_s": step_s,
             "data_wait_share": share,
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _mark(path: Path) -> tuple[int, int]:

@@ -107,6 +107,6 @@ def job_ids(run: RunDir, history: Sequence[Attempt] | None = None) -> list[str]:
     for attempt in history if history is not None else read_all(run):
         mentions.append((attempt.start or 0.0, attempt.job_id))
         requeued = events.named(events.of_attempt(run.attempt(attempt.n)), "requeued")
-        mentions += [(float(e["t"]), str(e["job_id"])) for e in requeued]
+        mentions += [(float(e["t"]), str(e["job_id"])) for e in requeued if e.get("job_id")]
     newest_first = dict.fromkeys(job_id for _, job_id in sorted(mentions, reverse=True) if job_id)
     return list(reversed(newest_first))

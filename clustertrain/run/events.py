@@ -45,8 +45,48 @@ class EventLog:
         self._appender.close()
 
 
+# What readers reckon with or look into. The other fields are only shown.
+_NUMBERS = (
+    "t_begin", "mono", "pid", "index", "step", "last_step", "at", "total", "restart", "world_size", "rank",
+    "xid", "count", "restore_s", "stall_s", "save_s", "eval_s",
+)  # fmt: skip
+_WORDS = (
+    "job_id", "backend", "host", "node", "uuid", "device", "ending", "reason", "how", "why", "code",
+    "severity", "state", "text",
+)  # fmt: skip
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(_NUMBERS, float),
+    **dict.fromkeys(_WORDS, str),
+    **dict.fromkeys(("nodes", "gpus", "exclude"), list),
+    "options": dict,
+}
+_LAST_T = 253402300800.0  # the year 10000, which no calendar of Python's has
+_MOST = 2.0**63
+
+
+def sound(records: Iterable[Event]) -> list[Event]:
+    """Those that are events, each without the fields that are not of their kind: what is in a file may be of another
+    version, or of another hand."""
+    found = []
+    for record in records:
+        t, name = record.get("t"), record.get("event")
+        if not (isinstance(name, str) and _is(t, float) and 0 <= float(t or 0) < _LAST_T):
+            continue
+        event = {k: v for k, v in record.items() if k not in _KINDS or _is(v, _KINDS[k])}
+        if name != "checkpoint" or "step" in event:  # without it nobody could tell which one it was
+            found.append(event)
+    return found
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Numbers are finite and fit into 64 bits; True is none."""
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
+    return isinstance(value, kind)
+
+
 def _merge(files: Iterable[Path]) -> list[Event]:
-    events = [e for path in sorted(files) for e in fsio.read_lines(path) if "event" in e and "t" in e]
+    events = sound(e for path in sorted(files) for e in fsio.read_lines(path))
     return sorted(events, key=lambda e: float(e["t"]))
 
 

@@ -1,0 +1,103 @@
+"""Lines that are JSON and not what was written, in a run's events: by a bug, another version, or another hand."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from clustertrain import fsio
+from clustertrain.cli.jobs import list_, status
+from clustertrain.cli.telemetry import telemetry
+from clustertrain.cli.top import top
+from clustertrain.run import attempts, events
+from clustertrain.run.folder import RunDir
+from tests.unit.report.live_runs import begin, new_run
+
+NAMES = (
+    "submitted", "started", "agent_started", "ranks_started", "session_started", "restored", "first_step",
+    "signal", "save_given_up", "stop_agreed", "checkpoint", "evaluation", "session_ended", "ranks_ended",
+    "gpu_lost", "gpu_back", "gpu_event", "telemetry_failed", "alert", "alert_not_delivered",
+    "exporter_failed", "comment_refused", "continued", "cancelled", "ended", "requeued", "stopped",
+)  # fmt: skip
+FIELDS = (
+    "t_begin", "mono", "host", "pid", "job_id", "backend", "restart", "nodes", "end_time", "node", "gpus",
+    "world_size", "device", "layout", "step", "restore_s", "total", "signal", "source", "why", "save",
+    "stall_s", "save_s", "bytes", "reason", "eval_s", "ending", "exit_code", "uuid", "index", "kind", "xid",
+    "count", "code", "severity", "state", "text", "fix", "rank", "way", "to", "by", "options", "last_step",
+    "at", "how", "exclude",
+)  # fmt: skip
+ODD: list[Any] = [None, "x", "", [], [None], {}, {"x": None}, True, -1, 1e300, float("nan"), float("inf")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    now = time.time()
+    made = new_run(tmp_path, now)
+    begin(made, now - 60, ["a"], steps=20)
+    return made
+
+
+def add(run: RunDir, *lines: dict[str, Any]) -> None:
+    for path in (run.attempt(1).events_of("odd"), run.events / "odd.jsonl"):
+        log = fsio.Appender(path)
+        log.append(*lines)
+        log.close()
+
+
+def check(run: RunDir) -> None:
+    """All that reads a run's events still does."""
+    for command, *argv in ((status, run.id), (telemetry, run.id), (top, run.id, "--once"), (list_,)):
+        for more in ([], ["--json"]):
+            done = CliRunner().invoke(command, [*argv, *more])
+            assert done.exit_code == 0, (command.name, more, done.exception)
+            assert run.id in done.stdout and "unreadable:" not in done.stdout and '"error"' not in done.stdout
+            assert "gave no answer" not in done.stdout
+
+
+@pytest.mark.parametrize("t", [None, "now", [], True, float("nan"), float("inf"), -1e300, 1e300])
+def test_an_event_without_a_time_is_none(run: RunDir, t: Any) -> None:
+    before = events.of_attempt(run.attempt(1))
+    add(run, *({"t": t, "event": name, "step": 9, "text": "odd"} for name in NAMES), {"t": t})
+    assert events.of_attempt(run.attempt(1)) == before
+    check(run)
+
+
+@pytest.mark.parametrize("name", [None, 7, [], {}])
+def test_an_event_without_a_name_is_none(run: RunDir, name: Any) -> None:
+    before = events.of_attempt(run.attempt(1))
+    add(run, {"t": time.time(), "event": name})
+    assert events.of_attempt(run.attempt(1)) == before
+    check(run)
+
+
+def test_events_that_lack_all_their_fields(run: RunDir) -> None:
+    add(run, *({"t": time.time() - 30, "event": name} for name in NAMES))
+    check(run)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_fields_that_are_not_what_they_should_be(run: RunDir, odd: Any) -> None:
+    t, fields = time.time() - 30, dict.fromkeys(FIELDS, odd)
+    if odd == "x":  # which is a word, and would be asked for
+        fields |= {"job_id": "local-1", "backend": "local"}
+    add(run, *({"t": t, "event": name, **fields} for name in NAMES))
+    check(run)
+
+
+@pytest.mark.parametrize("t", [None, "now", [], True])
+def test_a_row_without_a_time(run: RunDir, t: Any) -> None:
+    log = fsio.Appender(run.metrics_of(1))
+    log.append({"t": t, "step": 21, "loss": t, "step_s": t, "tokens_per_s": t, "sum_step_s": t, "sum_data_wait_s": t})
+    log.close()
+    check(run)
+
+
+def test_a_checkpoint_without_a_step_is_left_out(run: RunDir) -> None:
+    now = time.time()
+    add(run, {"t": now, "event": "checkpoint"}, {"t": now, "event": "checkpoint", "step": 10, "save_s": "x"})
+    assert attempts.read_all(run)[0].committed_step == 10
