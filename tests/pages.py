@@ -75,7 +75,8 @@ def _attempts(names: list[str], gpus: int, hours: float) -> list[AttemptSummary]
         Mark(T0 + 9.42 * h, "stop_agreed", "at step 23,514, with a checkpoint"),
     ]
     second = [
-        Mark(T0 + 10.6 * h, "restored", "step 23,514 in 41 s"),
+        Mark(T0 + 10.6 * h, "restored", "step 23,514 in 41 s", T0 + 10.6 * h + 41),
+        Mark(T0 + 10.7 * h, "first_step", "step 23,515"),
         *[Mark(T0 + k * h, "checkpoint", f"step {k * 2400:,}, 38 s", T0 + k * h + 38) for k in range(12, 24)],
         *[Mark(T0 + k * h, "evaluation", f"step {k * 2400:,}, 5 min", T0 + k * h + 300) for k in (13.5, 18.5)],
         Mark(T0 + 16.2 * h, "alert", f"{hot} is hot: 88 °C"),
@@ -200,7 +201,7 @@ def _summary(
         Note(
             severity="warning",
             code="throttled",
-            text=f"GPU {hot.index} of {hot.node} (rank {hot.ranks[0]}) was held down by heat in 38 % of its samples.",
+            text=f"GPU {hot.index} of {hot.node} was held down by heat in 38 % of its samples.",
             fix=f"tell the administrators; until then --exclude {hot.node}",
             node=hot.node,
             uuid=hot.uuid,
@@ -220,7 +221,8 @@ def _summary(
     h = 3600 * hours / 24
     goodput = Goodput(wall_s=24.5 * h, queue_s=1.55 * h, startup_s=0.2 * h, restore_s=0.05 * h, repeated_s=0.0)
     goodput.checkpoint_stall_s, goodput.evaluation_s, goodput.shutdown_s = 0.4 * h, 0.35 * h, 0.05 * h
-    goodput.productive_s = goodput.wall_s - 2.6 * h
+    goodput.other_s = 0.3 * h
+    goodput.productive_s = goodput.wall_s - 2.9 * h
     goodput.ratio = goodput.productive_s / goodput.wall_s
     return Summary(
         run="llama-8b-pretrain-k3v7xq",

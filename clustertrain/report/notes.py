@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -45,7 +46,15 @@ def line(note: Note) -> RenderableType:
 
 def about(note: Note) -> str:
     """`` [rank 3, GPU-5b1c9f0e]``, so far as the words do not say it."""
-    words = [] if note.rank is None or f"rank {note.rank}" in note.text else [f"rank {note.rank}"]
-    if note.uuid is not None and note.uuid not in note.text:
-        words.append(short_uuid(note.uuid))
+    words = unsaid(note, short_uuid)
     return f" [{', '.join(words)}]" if words else ""
+
+
+def unsaid(note: Note, shown: Callable[[str], str] = str) -> list[str]:
+    """The rank and the UUID (as ``shown``) of what the note is about, so far as its words do not say it."""
+    words = []
+    if note.rank is not None and not re.search(rf"\brank {note.rank}\b", note.text, re.IGNORECASE):
+        words.append(f"rank {note.rank}")
+    if note.uuid is not None and note.uuid not in note.text:
+        words.append(shown(note.uuid))
+    return words

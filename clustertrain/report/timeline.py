@@ -85,7 +85,7 @@ def render(summary: Summary, width: int, signs: Glyphs, every: bool = False) -> 
     axis = _axis(summary, width - LABEL)
     if axis is None:
         return []
-    attempts = [a for a in summary.attempts if _span(a, axis) is not None]
+    attempts = [a for a in summary.attempts if _span(a) is not None]
     marks = sorted((m for a in attempts for m in a.events), key=lambda m: m.t)
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(width=LABEL - 1, no_wrap=True)
@@ -112,7 +112,7 @@ def _axis(summary: Summary, cells: int) -> Axis | None:
     return Axis(min(times), max(times), cells)
 
 
-def _span(attempt: AttemptSummary, axis: Axis) -> tuple[float, float] | None:
+def _span(attempt: AttemptSummary) -> tuple[float, float] | None:
     start = attempt.start if attempt.start is not None else attempt.window.start
     if start is None:
         return None
@@ -123,7 +123,7 @@ def _span(attempt: AttemptSummary, axis: Axis) -> tuple[float, float] | None:
 def _attempts(attempts: Sequence[AttemptSummary], axis: Axis, signs: Glyphs) -> Text:
     cells = [" "] * axis.cells
     for attempt in attempts:
-        span = _span(attempt, axis)
+        span = _span(attempt)
         if span is None:
             continue
         first, last = axis.cell(span[0]), axis.cell(span[1])
@@ -138,9 +138,9 @@ def _attempts(attempts: Sequence[AttemptSummary], axis: Axis, signs: Glyphs) -> 
 
 def _phases(attempts: Sequence[AttemptSummary], axis: Axis) -> Text | None:
     """None where no attempt told of a step: a script without a session."""
-    if not any(m.kind == "first_step" for a in attempts for m in a.events):
+    pieces = _pieces_of(attempts)
+    if pieces is None:
         return None
-    pieces = sorted(piece for a in attempts for piece in _pieces(a, axis))
     starts = [start for start, _, _ in pieces]
 
     def at(t: float) -> str:
@@ -158,9 +158,22 @@ def _phases(attempts: Sequence[AttemptSummary], axis: Axis) -> Text | None:
 Piece = tuple[float, float, str]  # from, to, letter
 
 
-def _pieces(attempt: AttemptSummary, axis: Axis) -> list[Piece]:
+def stretches(attempts: Sequence[AttemptSummary]) -> list[tuple[float, float, str]]:
+    """What the run was in: from, to (UTC s), and the phase in words, in order and without overlap. Empty where no
+    attempt told of a step."""
+    return [(start, end, _PHASES[letter][0]) for start, end, letter in _pieces_of(attempts) or []]
+
+
+def _pieces_of(attempts: Sequence[AttemptSummary]) -> list[Piece] | None:
+    """None where no attempt told of a step: a script without a session."""
+    if not any(m.kind == "first_step" for a in attempts for m in a.events):
+        return None
+    return sorted(piece for a in attempts for piece in _pieces(a))
+
+
+def _pieces(attempt: AttemptSummary) -> list[Piece]:
     """What the attempt was in, in order and without overlap."""
-    span = _span(attempt, axis)
+    span = _span(attempt)
     if span is None:
         return []
     start, end = span

@@ -223,7 +223,7 @@ def _columns(view: View, width: int, signs: Glyphs) -> list[_Column]:
     nodes = {n.node: n for n in view.nodes}
     name = min(max((len(r.node) for r in view.rows), default=4), 24 if wide else _NODE_CELLS)
     with_gpus = any(r.uuid for r in view.rows)
-    bar = 16 if wide else 6
+    bar = 6 if not wide else 16 if width >= 140 else 10
     found: list[_Column] = [("Node", max(4, name), lambda r: _short(r.node, max(4, name), signs), True)]
     if with_gpus:
         found += [
@@ -300,7 +300,7 @@ def _use(row: Row, cells: int, signs: Glyphs) -> Text:
 
 def _share(row: Row) -> Text:
     if row.utilization is None:
-        return Text((row.reason or "-")[:5])
+        return Text("none")  # why stands among the troubles
     return Text(f"{row.utilization:.0%}", style=terminal.grade(row.utilization))
 
 

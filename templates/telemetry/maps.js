@@ -75,9 +75,26 @@ function draw_attempt(u, attempt, y, high) {
   if (fits) ctx.fillText(fits, left + 6 * devicePixelRatio, y);
 }
 
+// As in the bar of where the time went; the words stand in a stretch that is wide enough, and in the readout.
+const PHASE_COLOURS = {
+  training: "--c2", "start-up": "--c5", restore: "--c0", evaluation: "--c6", checkpoint: "--c3", shutdown: "--none",
+};
+
+function draw_phase(u, [start, end, phase], y, high) {
+  const { ctx, bbox } = u;
+  const left = Math.max(u.valToPos(start, "x", true), bbox.left);
+  const right = Math.min(u.valToPos(end, "x", true), bbox.left + bbox.width);
+  if (right <= bbox.left || left >= bbox.left + bbox.width) return;
+  ctx.fillStyle = colour(PHASE_COLOURS[phase]);
+  ctx.fillRect(left, y - high / 2, Math.max(right - left, devicePixelRatio), high);
+  if (ctx.measureText(phase).width + 10 * devicePixelRatio >= right - left) return;
+  ctx.fillStyle = colour(phase === "shutdown" ? "--ink" : "--card");
+  ctx.fillText(phase, left + 5 * devicePixelRatio, y);
+}
+
 function draw_timeline(charts, figure) {
   const { data } = charts;
-  const names = ["Attempts", ...data.lanes];
+  const names = ["Attempts", ...(data.phases.length ? ["Phases"] : []), ...data.lanes];
   const lane_of = new Map(names.map((n, i) => [n, i]));
   const middle = (i) => names.length - 0.5 - i;
   const readout = figure.querySelector(".readout");
@@ -92,6 +109,7 @@ function draw_timeline(charts, figure) {
     ctx.textAlign = "left";
     const y = (i) => u.valToPos(middle(i), "y", true);
     data.attempts.forEach((a) => draw_attempt(u, a, y(0), LANE * 0.8 * devicePixelRatio));
+    data.phases.forEach((p) => draw_phase(u, p, y(1), LANE * 0.6 * devicePixelRatio));
     data.marks.forEach((m) => draw_mark(u, m, y(lane_of.get(m.lane))));
     ctx.restore();
   };
@@ -107,7 +125,8 @@ function draw_timeline(charts, figure) {
       readout.textContent = `${moment(mark.t)} · ${mark.kind.replaceAll("_", " ")}: ${mark.text}`;
     } else {
       const inside = data.attempts.find((a) => a.start <= t && t <= a.end);
-      readout.textContent = moment(t) + (inside ? ` · attempt ${inside.n}` : "");
+      const phase = data.phases.find(([start, end]) => start <= t && t < end);
+      readout.textContent = moment(t) + (inside ? ` · attempt ${inside.n}` : "") + (phase ? ` · ${phase[2]}` : "");
     }
   };
   charts.add(

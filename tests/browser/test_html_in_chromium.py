@@ -228,9 +228,20 @@ def test_an_event_tells_what_it_is(open_page: Open, day: Path) -> None:
     opened = open_page(day)
     over = opened.page.locator("#timeline .u-over")
     box = over.bounding_box()
-    lane = box["height"] / 7
-    over.hover(position={"x": box["width"] * 20.1 / 24, "y": lane * 1.5})
+    lane = box["height"] / 8
+    over.hover(position={"x": box["width"] * 20.1 / 24, "y": lane * 2.5})
     assert "xid: Xid 94 on GPU 3 of gpu-node-03" in opened.readout("#timeline")
+
+
+def test_the_timeline_has_the_phases(open_page: Open, day: Path) -> None:
+    opened = open_page(day)
+    over = opened.page.locator("#timeline .u-over")
+    box = over.bounding_box()
+    for hour, expected in ((5.4, "attempt 1 · training"), (10.55, "attempt 2 · start-up"), (3.53, "evaluation")):
+        over.hover(position={"x": box["width"] * hour / 24, "y": box["height"] / 8 * 1.5})
+        assert opened.readout("#timeline").endswith(expected)
+    canvas = opened.page.locator("#timeline canvas")
+    assert canvas.evaluate(HAS_COLOUR, [0x00, 0x79, 0x5A]), "training is drawn"
 
 
 def test_the_theme_can_be_changed(open_page: Open, day: Path) -> None:

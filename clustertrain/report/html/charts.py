@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.report import terminal, timeline
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.analysis.grid import Table
 from clustertrain.telemetry.summary import Mark, Summary
@@ -14,6 +15,7 @@ from clustertrain.telemetry.summary import Mark, Summary
 _GIB = 1 / (1 << 30)
 _GB = 1e-9
 _MOST_MARKS = 1500
+_MOST_STRETCHES = 3000
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -123,3 +125,24 @@ def for_page(marks: Iterable[Placed]) -> list[dict[str, Any]]:
          "loud": p.loud, "attempt": p.attempt}
         for p in marks
     ]  # fmt: skip
+
+
+Stretch = tuple[float, float, str]  # from, to, phase
+
+
+def phases(summary: Summary) -> tuple[list[Stretch], str | None]:
+    """What the run was in, and in words what was left out: of very many stretches the shortest."""
+    every = timeline.stretches(summary.attempts)
+    if len(every) <= _MOST_STRETCHES:
+        return every, None
+    # One that goes is laid to the one before it, which then often meets its like: half as many have to go.
+    lengths = sorted(end - start for start, end, _ in every)
+    least_s = lengths[(len(every) - _MOST_STRETCHES) // 2]
+    kept: list[Stretch] = []
+    for start, end, phase in every:
+        joins = bool(kept) and kept[-1][1] == start
+        if joins and (end - start <= least_s or kept[-1][2] == phase):
+            kept[-1] = (kept[-1][0], end, kept[-1][2])
+        else:
+            kept.append((start, end, phase))
+    return kept, f"Phases of {terminal.brief_time(least_s)} or less are left out."

@@ -8,22 +8,10 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.report import terminal
+from clustertrain.report import notes, status, terminal
 from clustertrain.report.terminal import UNICODE
 from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.telemetry.summary import GpuSummary, Stats, Summary
-
-_PARTS = {
-    "queue_s": "queue",
-    "startup_s": "start-up",
-    "restore_s": "restore",
-    "productive_s": "productive steps",
-    "repeated_s": "repeated steps",
-    "checkpoint_stall_s": "checkpoint stall",
-    "evaluation_s": "evaluation",
-    "shutdown_s": "shutdown",
-    "lost_s": "lost",
-}
 
 
 class Meter(msgspec.Struct, frozen=True):
@@ -103,6 +91,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "energy": energy,
     "duration": terminal.duration,
     "ranks": ranks,
+    "unsaid": notes.unsaid,
 }
 
 
@@ -136,7 +125,8 @@ def _training(summary: Summary) -> list[tuple[str, str]]:
             rows.append(("Energy a token", f"{t.joules_per_token:.3g} J"))
     if summary.waste is not None:
         w = summary.waste
-        rows.append(("GPU-hours", f"{w.gpu_hours:,.1f}, of them {w.wasted_gpu_hours:,.1f} trained nothing"))
+        share = f" ({w.wasted_gpu_hours / w.gpu_hours:.0%})" if w.gpu_hours else ""
+        rows.append(("GPU-hours", f"{w.gpu_hours:,.2f}, of them {w.wasted_gpu_hours:,.2f}{share} trained nothing"))
     return rows
 
 
@@ -192,7 +182,7 @@ def _parts(ledger: Goodput | None) -> list[Part]:
         seconds = getattr(ledger, key)
         if seconds > 0:
             width = 100 * seconds / ledger.wall_s
-            name = _PARTS.get(key, key.removesuffix("_s").replace("_", " "))
-            found.append(Part(name, key.removesuffix("_s"), round(at, 3), round(width, 3), terminal.duration(seconds)))
+            name, length = status.PART_WORDS[key], terminal.duration(seconds)
+            found.append(Part(name, key.removesuffix("_s"), round(at, 3), round(width, 3), length))
             at += width
     return found

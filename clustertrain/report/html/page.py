@@ -35,7 +35,8 @@ def render(summary: Summary, curves: Curves) -> str:
     styles = [_read(_VENDORED / "uPlot.min.css"), *(_read(folder / s) for s in STYLES)]
     marks, left_out = charts.placed(summary)
     packer = Packer()
-    data = _data(summary, curves, marks, packer)
+    phases, phases_left_out = charts.phases(summary)
+    data = _data(summary, curves, marks, packer) | {"phases": phases}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -50,6 +51,7 @@ def render(summary: Summary, curves: Curves) -> str:
         facts=facts.of(summary),
         marks=marks,
         marks_left_out=left_out,
+        phases_left_out=phases_left_out,
         has_curves=bool(data["charts"]),
         policy=_policy(scripts, styles),
         scripts=[Markup(x) for x in scripts],
@@ -99,7 +101,7 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _data(summary: Summary, curves: Curves, marks: Sequence[charts.Placed], packer: Packer) -> dict[str, Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from clustertrain.errors import ConfigError
 from clustertrain.report import html as report
 from clustertrain.report.html import charts, page
 from clustertrain.report.html.pack import Packer
+from clustertrain.report.status import PART_WORDS
+from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.analysis.grid import Table
-from clustertrain.telemetry.summary import AttemptSummary, Mark, Note, Summary, Window
+from clustertrain.telemetry.summary import AttemptSummary, Mark, Note, Summary, Waste, Window
 from tests import pages
 
 EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(2)</script>\u2028{{ 7*7 }}'
@@ -249,3 +252,54 @@ def test_the_templates_are_shipped() -> None:
     assert {p.name for p in (root / "templates" / "telemetry").iterdir()} == {
         "page.html.j2", *page.SCRIPTS, *page.STYLES
     }  # fmt: skip
+
+
+def test_the_header_and_the_notes_tell_the_same_gpu_hours(made: tuple[Summary, Curves]) -> None:
+    summary, curves = made
+    waste = Waste(gpu_hours=0.104, wasted_gpu_hours=0.0385, by_cause={})
+    words = " ".join(Elements(page.render(msgspec.structs.replace(summary, waste=waste), curves)).words)
+    assert "0.10, of them 0.04 (37%) trained nothing" in words
+
+
+def test_a_note_names_its_rank_and_its_gpu_in_full(made: tuple[Summary, Curves]) -> None:
+    uuid = "GPU-5b1c9f0e-77aa-4b1e-9c3d-0123456789ab"
+    notes = [
+        Note(severity="warning", code="a", text="GPU 3 of n1 is slow, rank 31 waits", uuid=uuid, rank=3),
+        Note(severity="info", code="b", text=f"Rank 7 on {uuid} is late", uuid=uuid, rank=7),
+    ]
+    text = page.render(msgspec.structs.replace(made[0], notes=notes), made[1])
+    assert f'rank 31 waits <span class="of">rank 3</span> <span class="of">{uuid}</span></p>' in text
+    assert f"Rank 7 on {uuid} is late</p>" in text, "what the words say is not said again"
+
+
+def test_every_part_of_the_ledger_has_the_words_of_the_terminal_and_a_colour(made: tuple[Summary, Curves]) -> None:
+    ledger = Goodput(**dict.fromkeys(PARTS, 10.0), wall_s=10.0 * len(PARTS))
+    text = page.render(msgspec.structs.replace(made[0], goodput=ledger), made[1])
+    words = " ".join(Elements(text).words)
+    for part in PARTS:
+        assert f".part-{part.removesuffix('_s')} {{" in text
+        assert PART_WORDS[part] in words
+    assert "between steps" in words
+
+
+def test_the_page_has_the_phases_of_the_terminal(made: tuple[Summary, Curves]) -> None:
+    phases = carried(page.render(*made))["phases"]
+    assert {p[2] for p in phases} == {"start-up", "training", "restore", "evaluation", "checkpoint", "shutdown"}
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(phases))
+    script = Elements(page.render(*made)).texts["script"]
+    assert all(p[2] in "".join(script) for p in phases)
+    bare = [msgspec.structs.replace(a, events=[]) for a in made[0].attempts]
+    assert carried(page.render(msgspec.structs.replace(made[0], attempts=bare), made[1]))["phases"] == []
+
+
+def test_of_very_many_phases_the_shortest_are_left_out_and_that_is_told(made: tuple[Summary, Curves]) -> None:
+    marks = [Mark(10.0, "first_step", "")]
+    marks += [Mark(20.0 + 10 * i, "checkpoint", "", 20.0 + 10 * i + (2 if i % 100 else 6)) for i in range(20_000)]
+    attempt = AttemptSummary(1, "1", Window(0.0, 200_100.0), ["n"], 0.0, 200_100.0, "completed", marks)
+    summary = msgspec.structs.replace(made[0], attempts=[attempt], window=attempt.window)
+    text = page.render(summary, made[1])
+    found = carried(text)["phases"]
+    assert 100 < len(found) <= 3000
+    assert (found[0][0], found[-1][1]) == (0.0, 200_100.0)
+    assert {p[1] - p[0] for p in found if p[2] == "checkpoint"} == {6.0}
+    assert "Phases of 2.00 s or less are left out." in text
