@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 GPUS, DAY_S = 8, 86_400
 _GPUS = {"NVML_STUB_FILE": "", "NVML_STUB_DEVICES": str(GPUS)}
 ROUNDS = 5
+OFTEN_S = 0.1
 T0 = 1_790_000_000.0
 _PACKAGES = ("clustertrain", "numpy", "nvidia-ml-py", "psutil", "pyarrow")
 
@@ -107,6 +108,7 @@ def sample(folder: Path, seconds: float) -> dict[str, Any]:
     from clustertrain.telemetry.sampler import Sampler
     from clustertrain.telemetry.segments.series import open_node
 
+    waking = _waking(min(seconds, 20.0))
     sampler = Sampler(folder, "node", os.environ, first_rank=0)
     sampler.start()
     wall, cpu = time.monotonic(), time.process_time()
@@ -115,6 +117,12 @@ def sample(folder: Path, seconds: float) -> dict[str, Any]:
     memory_mb = _memory_mb("VmHWM") - before_mb
     sampler.stop()
     (segment,) = open_node(folder)
+    often = Sampler(folder.with_name("often"), "node", os.environ, OFTEN_S, first_rank=0)
+    often.start()
+    often_cpu = time.process_time()
+    threading.Event().wait(min(seconds, 20.0))
+    often_cpu = time.process_time() - often_cpu
+    often.stop()
     return {
         "gpus": len(sampler.gpus),
         "interval_s": 1.0,
@@ -122,10 +130,23 @@ def sample(folder: Path, seconds: float) -> dict[str, Any]:
         "samples": segment.n,
         "values_a_sample": len(segment.header.fast),
         "cpu_s_per_wall_s": round(cpu / wall, 6),
+        # What this machine takes for a thread that wakes once a second and does nothing, and for a sample where the
+        # caches are still warm from the one before: between the two lies what no code of ours decides.
+        "waking_cpu_s_per_wall_s": round(waking, 6),
+        "cpu_s_a_sample": round(cpu / max(1, segment.n), 6),
+        "cpu_s_a_sample_at_10_hz": round(often_cpu / max(1.0, min(seconds, 20.0) / OFTEN_S), 6),
         "memory_mb": round(memory_mb, 1),
         "memory_before_mb": round(before_mb, 1),
         "bytes_per_sample": round(sum(p.stat().st_size for p in segment.folder.iterdir()) / max(1, segment.n)),
     }
+
+
+def _waking(seconds: float) -> float:
+    """Processor time a second of a loop that only waits."""
+    event, cpu, until = threading.Event(), time.thread_time(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        event.wait(1.0)
+    return (time.thread_time() - cpu) / seconds
 
 
 def _memory_mb(name: str) -> float:
