@@ -64,6 +64,7 @@ chaos-checkpoint: setup ## 100 short runs to which things happen, each brought t
 
 gpu-check: setup ## what needs a CUDA GPU
 	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu
+	$(BIN)/python -m benchmarks nvml_calls
 
 clean: ## remove the environment and the demo's runs
 	rm -rf $(VENV) .demo

@@ -116,7 +116,10 @@ def _gpu_rows(summary: Summary) -> list[Row]:
     use = mean([mean_of(use_of(g)) for g in summary.gpus])
     used = sum(1 for g in summary.gpus if (u := use_of(g)) is not None and u.max > 0)
     known = sum(1 for g in summary.gpus if use_of(g) is not None)
-    rows = [("GPU utilization", use, _grade(use), f"{used:,} of {known:,} used" if known else "not known")]
+    about = f"{used:,} of {known:,} used" if known else "not known"
+    if 0 < known < len(summary.gpus):
+        about += f", {len(summary.gpus) - known:,} not known"
+    rows = [("GPU utilization", use, _grade(use), about)]
     training = mean([g.phases["train"].utilization for g in summary.gpus if "train" in g.phases])
     if training is not None:
         rows.append(("while training", training, _grade(training), ""))

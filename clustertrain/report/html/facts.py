@@ -152,6 +152,8 @@ def _meters(summary: Summary) -> list[Meter]:
         known = [g for g in gpus if g.utilization]
         used = sum(1 for g in known if g.utilization and g.utilization.max > 0)
         about = f"{used} of {len(known)} GPUs used" if known else "no figures"
+        if 0 < len(known) < len(summary.gpus):
+            about += f", {len(summary.gpus) - len(known)} not known"
         found.append(Meter("GPU utilization", use, percent(use), about))
         memory = _average([memory_ratio(g) for g in gpus])
         found.append(Meter("GPU memory", memory, percent(memory), "at its peak, mean of the GPUs"))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio
+from tests.runs import INTERRUPTIBLE
 from tests.unit.report import live_runs
 
 CLI = [sys.executable, "-m", "clustertrain", "top"]
@@ -53,7 +54,7 @@ class Terminal:
         self.seen, self.child = "", child
         env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            ["setsid", "-c", "-w", *CLI, *argv], stdin=child, stdout=child, stderr=child, env=env
+            ["setsid", "-c", "-w", *INTERRUPTIBLE, *CLI, *argv], stdin=child, stdout=child, stderr=child, env=env
         )
 
     def read(self, timeout_s: float = 0.1) -> None:
