@@ -123,7 +123,8 @@ def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, e
     assert [r["ending"] for r in ranks.results()] == ["completed"] * 2
     failures = ranks.events("copy_failed")
     assert str(tmp_path / "store") in failures[0]["why"]
-    assert failures[-1]["why"].startswith("the run's end was not put off any longer for it")
+    # As a rule the last of them; a try that was under way may fail after it.
+    assert any(f["why"].startswith("the run's end was not put off any longer for it") for f in failures)
     assert digest(run) == expected
     # When it answers again, the next attempt copies what is missing.
     (tmp_path / "store").unlink()
