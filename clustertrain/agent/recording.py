@@ -17,6 +17,7 @@ from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
 from clustertrain.telemetry.sampler import Intervals, Sampler
+from clustertrain.telemetry.segments import blocks
 from clustertrain.telemetry.snapshot import Snapshot
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
@@ -58,7 +59,7 @@ class Recording:
         self._sampler: Sampler | None = None
         if not spec.enabled:
             return
-        job_id = str((fsio.read_json(attempt.record) or {}).get("job_id") or "")
+        job_id = str((fsio.peek_json(attempt.record) or {}).get("job_id") or "")
         first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
         self._watch = Watch(spec.alerts, node, log.write, run=run.id, job_id=job_id or None, telemetry=first_of_several)
         labels = Labels(run.id, job_id, attempt.n, node)
@@ -79,7 +80,7 @@ class Recording:
     def _spec(self) -> TelemetrySpec:
         try:
             return load_spec(self._run).recipe.telemetry
-        except ClusterTrainError as e:  # batch has read it before; telemetry is no reason to end a run
+        except (ClusterTrainError, OSError) as e:  # batch has read it before; telemetry is no reason to end a run
             self._log.write("telemetry_failed", reason=f"its settings cannot be read, the defaults stand: {e}")
             return TelemetrySpec()
 
@@ -121,7 +122,7 @@ class Recording:
 
     def compact(self, interrupted: Callable[[], bool]) -> None:
         """After :meth:`stop`, and never in a grace time: make this attempt's files small, until ``interrupted``."""
-        child = self._compaction([self._folder]) if self._folder.is_dir() else None
+        child = self._compaction([self._folder]) if self._is_worth_it() else None
         if child is None:
             return
         until = clock.monotonic() + COMPACTION_S
@@ -132,6 +133,13 @@ class Recording:
                 return
         if child.returncode:
             self._log.write("telemetry_left", why=f"compaction ended with code {child.returncode}; nothing is lost")
+
+    def _is_worth_it(self) -> bool:
+        """Asked here as well: most short attempts then start no process for it."""
+        try:
+            return any(f.stat().st_size >= WORTH_BYTES for f in self._folder.glob(f"*/{blocks.NAME}"))
+        except OSError:
+            return False
 
     def _compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
         """Of segments that nobody writes any more. None where no process could be started."""

@@ -113,3 +113,18 @@ def test_a_recipe_without_telemetry_records_nothing(run: RunDir) -> None:
     silent.stop()
     assert silent.gpus == []
     assert not attempt.telemetry.exists()
+
+
+@pytest.mark.parametrize("damage", ["{", "[]"])
+def test_a_record_that_does_not_read_does_not_end_the_run(run: RunDir, damage: str) -> None:
+    attempt = run.attempt(1)
+    attempt.path.mkdir(parents=True)
+    attempt.record.write_text(damage)
+    recorder(run, attempt).stop()
+
+
+def test_settings_that_do_not_read_leave_the_defaults(run: RunDir) -> None:
+    run.spec.write_text("no = toml = at all")
+    recorder(run, run.attempt(1)).stop()
+    (event,) = events.named(events.of_attempt(run.attempt(1)), "telemetry_failed")
+    assert "the defaults stand" in event["reason"]
