@@ -37,7 +37,7 @@ from clustertrain.spec.job import RunSpec
 POLL_S = 0.2
 LOOK_S = 1.0
 ASK_SCHEDULER_S = 60.0  # how often the end time is read again: an administrator may have moved it
-AFTER_FIRST_FAILURE_S = 20.0  # for the other nodes to write what they know
+AFTER_END_S = 20.0  # a failure, or the last result of a stop: for the other nodes to write what they know, and to leave
 AFTER_RESULTS_S = 150.0  # for the agents to make their telemetry small, once all nodes have done their work
 AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
@@ -215,7 +215,9 @@ class Batch:
         failed = any(r["ending"] == "failed" for r in results.values())
         if (failed or len(results) == len(self.nodes)) and step.over_at is None:
             step.over_at = now
-        patience_s = AFTER_FIRST_FAILURE_S if failed else AFTER_RESULTS_S
+        # Only agents whose ranks ended by themselves have more to do.
+        completed = all(r["ending"] == "completed" for r in results.values()) and step.stop_at is None
+        patience_s = AFTER_RESULTS_S if completed else AFTER_END_S
         if step.over_at is not None and now - step.over_at > patience_s:
             self._abort(step)
 
