@@ -12,17 +12,30 @@ from typing import Any, Literal
 
 import msgspec
 
+from clustertrain.spec import agreement
+from clustertrain.spec.contract import ContractSpec
+from clustertrain.spec.data import DataKind, DataSpec
+from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
+from clustertrain.spec.objective import ObjectiveKind, ObjectiveSpec
+from clustertrain.spec.optim import OptimSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.places import check_node_folder, is_url
 from clustertrain.spec.presets import PRESETS
 from clustertrain.spec.ranges import positive, within
+from clustertrain.spec.schedule import ScheduleSpec
+from clustertrain.spec.stability import StabilitySpec
 from clustertrain.spec.strict import nearest
 from clustertrain.spec.telemetry import TelemetrySpec
+from clustertrain.spec.tracking import TrackingSpec
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
-DataKind = Literal["auto", "text", "pairs", "images"]
-LEARNS_FROM: Mapping[ModelKind, DataKind] = {"decoder": "text", "convnet": "images", "two-tower": "pairs"}
+# The first is what "auto" stands for.
+LEARNS_FROM: Mapping[ModelKind, tuple[DataKind, ...]] = {
+    "decoder": ("text", "tokens", "own"),
+    "convnet": ("images", "own"),
+    "two-tower": ("pairs", "own"),
+}
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 
@@ -111,63 +124,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.layers * self.block_parameters() + embeddings + self.dim
 
 
-class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Byte-level text, pairs of passages of it, or images with classes.
-
-    Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
-    library's own source. Of images it is an ``.npz`` file or a folder with a folder for each class; ``shapes`` are
-    drawn.
-    """
-
-    kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text
-    path: str = ""  # stdlib or shapes
-    pattern: str = "*.py"
-    seq_len: int = 256  # bytes of a sample; of a pair: of each passage
-    max_bytes: int = 64 * 1024 * 1024
-    image_size: int = 32  # height and width; those in an .npz file have their own
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        positive("seq_len", self.seq_len)
-        positive("max_bytes", self.max_bytes)
-        positive("image_size", self.image_size)
-        if self.workers < 0:
-            raise ValueError(f"workers = {self.workers}: must be 0 or more")
-
-
-class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """AdamW; no weight decay on norms, biases and embeddings."""
-
-    lr: float = 3e-4
-    lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0  # 0: no clipping
-
-    def __post_init__(self) -> None:
-        positive("lr", self.lr)
-        positive("eps", self.eps)
-        for beta in self.betas:
-            within("betas", beta, 0.0, 0.999999)
-        if self.lr_batch < 0:
-            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
-        if self.weight_decay < 0 or self.clip_norm < 0:
-            raise ValueError("weight_decay and clip_norm must be 0 or more")
-
-
-class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Linear warmup, then cosine to ``floor`` (a fraction of the peak)."""
-
-    warmup_steps: int = -1  # -1: 2 % of the steps
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < -1:
-            raise ValueError(f"warmup_steps = {self.warmup_steps}: must be 0 or more (-1: 2 % of the steps)")
-        within("floor", self.floor, 0.0, 1.0)
-
-
 class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     steps: int = 200
     global_batch: int = 0  # sequences an optimizer step, whatever the number of ranks; 0: chosen by the plan
@@ -175,6 +131,8 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     seed: int = 1
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32; weights and optimizer are always fp32
     log_every: int = 10
+    deterministic: bool = False  # algorithms that give the same bits each time, slower: for debugging
+    profile: str = ""  # "10:20": steps 10 to 19 of the run are profiled, on rank 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every"):
@@ -183,6 +141,10 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen by the plan) or more")
         within("seed", self.seed, 0, 2**63 - 1)
+        if self.profile:
+            found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise ValueError(f'profile = {self.profile!r}: must be "first:end", as "10:20" for the steps 10 to 19')
 
 
 class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -263,33 +225,77 @@ class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    contract: ContractSpec = ContractSpec()
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
     optim: OptimSpec = OptimSpec()
     schedule: ScheduleSpec = ScheduleSpec()
     parallel: ParallelSpec = ParallelSpec()
     train: TrainSpec = TrainSpec()
+    stability: StabilitySpec = StabilitySpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     telemetry: TelemetrySpec = TelemetrySpec()
+    tracking: TrackingSpec = TrackingSpec()
     rehearsal: RehearsalSpec = RehearsalSpec()
 
     def __post_init__(self) -> None:
-        learns_from = LEARNS_FROM[self.model.kind]
-        if not self.model.entry and self.data.kind not in ("auto", learns_from):
-            raise ValueError(f"data.kind = {self.data.kind!r}: a {self.model.kind} learns from {learns_from}")
+        agreement.check(self)
 
     @property
     def data_kind(self) -> DataKind:
         """Never auto."""
-        return LEARNS_FROM[self.model.kind] if self.data.kind == "auto" else self.data.kind
+        return LEARNS_FROM[self.model.kind][0] if self.data.kind == "auto" else self.data.kind
 
     @property
     def data_path(self) -> Path | None:
         """The file or folder that the data is read from; None: it needs none."""
-        built_in = "shapes" if self.data_kind == "images" else "stdlib"
-        return None if self.data.path in ("", built_in) else Path(self.data.path).expanduser()
+        built_in = ("", "shapes", "digits") if self.data_kind == "images" else ("", "stdlib")
+        return None if self.data.path in built_in or self.data.entry else Path(self.data.path).expanduser()
 
     @property
     def tokens_per_sample(self) -> int:
-        """0 for images."""
-        return {"text": 1, "pairs": 2, "images": 0}[self.data_kind] * self.data.seq_len
+        """0 for images and for data of one's own."""
+        of_kind = {"text": 1, "tokens": 1, "pairs": 2}
+        return of_kind.get(self.data_kind, 0) * self.data.seq_len
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model reads tokens, so that what holds for language models holds for it."""
+        return self.data_kind in ("text", "tokens", "pairs")
+
+    @property
+    def objective_kind(self) -> ObjectiveKind:
+        """Never auto; of an entry with a loss of its own it does not count."""
+        if self.objective.kind != "auto":
+            return self.objective.kind
+        return "nt-xent" if self.model.kind == "two-tower" else "cross-entropy"
+
+    @property
+    def evaluated_metrics(self) -> tuple[MetricName, ...]:
+        """What an evaluation gives besides the loss."""
+        return self.evaluation.metrics or agreement.usual_metrics(self.objective_kind, text=self.is_text)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations, at least 1; there are none unless ``data.validates``."""
+        return self.evaluation.every or max(1, self.train.steps // 10)
+
+    @property
+    def deciding_metric(self) -> str:
+        """The name in the rows of the scalar by which the run is judged."""
+        return self.contract.metric or (f"{PREFIX}loss" if self.data.validates else "loss")
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Of the deciding metric."""
+        if self.contract.mode != "auto":
+            return self.contract.mode == "max"
+        return self.deciding_metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
+
+    @property
+    def profiled_steps(self) -> range:
+        """Of ``train.profile``; empty where nothing is."""
+        first, _, end = self.train.profile.partition(":")
+        return range(int(first), int(end)) if self.train.profile else range(0)

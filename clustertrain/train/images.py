@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.spec.recipe import DataSpec
+from clustertrain.spec.data import DataSpec
 from clustertrain.train.seeds import derive
 
 SHAPES = "shapes"

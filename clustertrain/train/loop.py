@@ -9,9 +9,10 @@ from torch import nn
 
 from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import optim, schedule
+from clustertrain.train import optim
 from clustertrain.train.data import Loader
-from clustertrain.train.models import task
+from clustertrain.train.models import Task, task
+from clustertrain.train.schedule import LearningRate
 from clustertrain.train.session import Session, session
 from clustertrain.train.step import Loss, Stepped
 
@@ -21,6 +22,7 @@ class Trainer:
     """What a recipe trains with, in a session."""
 
     session: Session
+    task: Task
     model: nn.Module
     optimizer: torch.optim.Optimizer
     data: Loader
@@ -37,7 +39,7 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
     what = task(recipe)
     model = s.parallelize(what.model)
     groups = optim.decay_groups(model, recipe.optim.weight_decay)
-    optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, s.device))
+    optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe, s.device))
     data = s.loader(
         what.dataset,
         global_batch=batch.global_batch,
@@ -45,22 +47,20 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         workers=recipe.data.workers,
         ragged=True,
     )
-    return Trainer(s, model, optimizer, data, what.loss, recipe.optim.clip_norm)
+    return Trainer(s, what, model, optimizer, data, what.loss, recipe.optim.clip_norm)
 
 
 def train(recipe: Recipe, batch: Batch) -> None:
     """Train to ``recipe.train.steps``."""
     total = recipe.train.steps
-    warmup = schedule.warmup_steps(recipe.schedule, total)
     with session() as s:
         t = trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data}
+        rate = LearningRate(
+            recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=recipe.higher_is_better
+        )
+        state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": rate}
         for step in s.steps(total, state, checkpoint_every=recipe.checkpoint.every, keep=recipe.checkpoint.keep):
-            lr = schedule.warmup_cosine(
-                step + 1, total, peak=recipe.optim.lr, warmup=warmup, floor=recipe.schedule.floor
-            )
-            for group in t.optimizer.param_groups:
-                group["lr"] = lr
+            lr = rate.apply(t.optimizer, step + 1)
             done = t.step()
             s.log(loss=done.loss, lr=lr, grad_norm=done.grad_norm)

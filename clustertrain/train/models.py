@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.models import ConvnetSpec
-from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe
+from clustertrain.spec.recipe import ModelSpec, Recipe
 from clustertrain.train import losses
 from clustertrain.train.convnet import ConvNet
 from clustertrain.train.data import MapStyle
@@ -26,11 +27,13 @@ from clustertrain.train.two_tower import TwoTower
 
 @dataclass(frozen=True)
 class Task:
-    """``model`` is on the meta device where it can fill its own parameters, else on the CPU."""
+    """``model`` is on the meta device where it can fill its own parameters, else on the CPU. ``validation`` is what is
+    kept apart, in its own order; None where the recipe keeps nothing apart."""
 
     model: nn.Module
     dataset: MapStyle
     loss: Loss
+    validation: MapStyle | None = None
 
 
 def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.spec.recipe import OptimSpec
+from clustertrain.spec.recipe import Recipe
 
 # By module type and not by name: a norm is a norm whatever it is called.
 _NO_DECAY_MODULES = (
@@ -37,12 +37,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     return [g for g in groups if g["params"]]
 
 
-def adamw(spec: OptimSpec, device: torch.device) -> dict[str, Any]:
+def adamw(recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """The options of torch's AdamW."""
-    fused = device.type == "cuda"
+    spec, fused = recipe.optim, device.type == "cuda"
     return {
         "lr": spec.lr,
-        "betas": spec.betas,
+        "betas": spec.betas_for(text=recipe.is_text),
         "eps": spec.eps,
         "fused": fused,
         "foreach": None if fused else True,

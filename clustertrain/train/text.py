@@ -14,7 +14,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import DataSpec
+from clustertrain.spec.data import DataSpec
 
 STDLIB = "stdlib"
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -51,7 +51,7 @@ def step(recipe: Recipe, what: Task, asked: Step) -> Traced:
         context = _alone(recipe, asked)
         computation.apply(what.model, context)
         groups = optim.decay_groups(what.model, recipe.optim.weight_decay)
-        optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, CPU))
+        optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, CPU))
         tracker = MemTracker()
         tracker.track_external(what.model, *_tensors(batch))
         before_update: list[dict[str, int]] = []

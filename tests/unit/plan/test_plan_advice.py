@@ -8,9 +8,11 @@ from clustertrain.errors import ConfigError
 from clustertrain.plan.advice import LINEAR, SQUARE_ROOT, scaled_lr
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec
 from clustertrain.spec.models import ConvnetSpec
-from clustertrain.spec.recipe import DataSpec, ModelSpec, OptimSpec, Recipe, TrainSpec
+from clustertrain.spec.optim import OptimSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.spec.strict import build
 
 LR = OptimSpec().lr

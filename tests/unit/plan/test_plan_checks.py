@@ -9,9 +9,10 @@ import pytest
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 
 MODEL = ModelSpec(vocab_size=256, dim=64, layers=8, heads=8, kv_heads=4)
 

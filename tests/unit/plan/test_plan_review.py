@@ -16,10 +16,11 @@ from clustertrain.plan.search import search
 from clustertrain.plan.table import of_row, predict
 from clustertrain.spec import hardware
 from clustertrain.spec.cluster import ClusterProfile, Measured
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.presets import PRESETS
-from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 

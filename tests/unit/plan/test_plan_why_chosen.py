@@ -15,9 +15,10 @@ from clustertrain.plan.decoder import Shape
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.plan.search import FAMILIES, Problem, search
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec
 from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import DataSpec, Recipe, TrainSpec
+from clustertrain.spec.recipe import Recipe, TrainSpec
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 

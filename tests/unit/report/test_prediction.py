@@ -22,8 +22,9 @@ from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
 from clustertrain.run.measured import WARM_UP_STEPS
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.recipe import DataSpec, ModelSpec, Recipe, TrainSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, record
 
 RANKS = 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clustertrain.errors import CheckpointError
-from clustertrain.spec.recipe import DataSpec
+from clustertrain.spec.data import DataSpec
 from clustertrain.train.data import Loader
 from clustertrain.train.text import BytePairs, ByteText
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import DataSpec, ModelSpec
+from clustertrain.spec.data import DataSpec
+from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder, RotaryTable, rotate

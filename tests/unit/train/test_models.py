@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.presets import filled
-from clustertrain.spec.recipe import DataSpec, Recipe
+from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
 from clustertrain.train import losses
 from clustertrain.train.data_parallel import units

@@ -1,29 +1,138 @@
 from __future__ import annotations
 
+import math
+from typing import Any, get_args
+
 import pytest
+import torch
 
-from clustertrain.spec.recipe import ScheduleSpec
-from clustertrain.train.schedule import warmup_cosine, warmup_steps
+from clustertrain.errors import UsageError
+from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
+from clustertrain.train.schedule import LearningRate, warmup_steps
 
 
-@pytest.mark.parametrize(("step", "rate"), [(1_000, 2e-4), (5_000, 1e-3), (52_500, 5e-4), (100_000, 0.0)])
-def test_fixed_points(step: int, rate: float) -> None:
-    assert warmup_cosine(step, 100_000, peak=1e-3, warmup=5_000, floor=0.0) == pytest.approx(rate, abs=1e-12)
+def rate(total: int, *, peak: float = 1.0, **spec: Any) -> LearningRate:
+    return LearningRate(ScheduleSpec(**spec), peak=peak, total=total)
+
+
+def optimizer(lr: float = 1.0, **group: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], **group}], lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize(("step", "lr"), [(1_000, 2e-4), (5_000, 1e-3), (52_500, 5e-4), (100_000, 0.0)])
+def test_fixed_points_of_the_cosine(step: int, lr: float) -> None:
+    assert rate(100_000, peak=1e-3, warmup_steps=5_000, floor=0.0).at(step) == pytest.approx(lr, abs=1e-18)
 
 
 def test_floor_is_a_fraction_of_the_peak_and_holds_after_the_end() -> None:
-    assert warmup_cosine(100, 100, peak=2.0, warmup=10, floor=0.1) == pytest.approx(0.2)
-    assert warmup_cosine(150, 100, peak=2.0, warmup=10, floor=0.1) == pytest.approx(0.2)
+    for kind in ("cosine", "linear", "wsd"):
+        found = rate(100, peak=2.0, warmup_steps=10, floor=0.1, kind=kind)
+        assert found.at(100) == pytest.approx(0.2)
+        assert found.at(150) == pytest.approx(0.2)
 
 
 def test_warmup_is_two_percent_by_default_and_can_be_none() -> None:
     assert warmup_steps(ScheduleSpec(), 1_000) == 20
     assert warmup_steps(ScheduleSpec(), 10) == 1
     assert warmup_steps(ScheduleSpec(warmup_steps=0), 1_000) == 0
-    assert warmup_cosine(1, 100, peak=1.0, warmup=0, floor=0.0) < 1.0
+    assert rate(100, warmup_steps=0, floor=0.0).at(1) < 1.0
 
 
-def test_warmup_longer_than_the_run_only_rises() -> None:
-    rates = [warmup_cosine(s, 10, peak=1.0, warmup=20, floor=0.1) for s in range(1, 11)]
-    assert rates == sorted(rates)
-    assert rates[-1] == pytest.approx(0.5)
+@pytest.mark.parametrize("kind", [k for k in get_args(ScheduleKind) if k != "one-cycle"])
+def test_every_kind_but_one_cycle_warms_up_linearly_to_the_peak(kind: ScheduleKind) -> None:
+    found = rate(1_000, kind=kind, warmup_steps=50)
+    assert [found.at(s) for s in (1, 25, 50)] == pytest.approx([0.02, 0.5, 1.0])
+
+
+def test_fixed_points_of_the_other_kinds() -> None:
+    assert rate(110, kind="linear", warmup_steps=10, floor=0.0).at(60) == pytest.approx(0.5)
+    steps = rate(100, kind="step", warmup_steps=0, milestones=(30, 60), gamma=0.1)
+    assert [steps.at(s) for s in (30, 31, 60, 61)] == pytest.approx([1.0, 0.1, 0.1, 0.01])
+    assert rate(90, kind="step", warmup_steps=0).at(31) == pytest.approx(0.1)  # thirds of the run
+    wsd = rate(1_000, kind="wsd", warmup_steps=10, cooldown_steps=200, floor=0.0)
+    assert [wsd.at(s) for s in (10, 800, 900, 1_000)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    assert rate(1_000, kind="constant", warmup_steps=0).at(999) == 1.0
+
+
+def test_one_cycle_is_torchs() -> None:
+    total, theirs = 200, optimizer()
+    torch_schedule = torch.optim.lr_scheduler.OneCycleLR(
+        theirs, max_lr=1.0, total_steps=total, pct_start=0.305, div_factor=25, final_div_factor=1e4,
+        cycle_momentum=False,
+    )  # fmt: skip
+    # torch counts its steps from 0, and the top of ours is the rounded share: 61 of 200.
+    ours = rate(total, kind="one-cycle", rise=0.305, initial=0.04, final=1e-4)
+    for step in range(1, total + 1):
+        assert ours.at(step) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-2, abs=1e-9), step
+        theirs.step()
+        if step < total:
+            torch_schedule.step()
+    assert ours.at(1) == pytest.approx(0.04)
+    assert ours.at(61) == 1.0
+    assert ours.at(total) == pytest.approx(4e-6)
+
+
+def test_plateau_is_torchs() -> None:
+    theirs = optimizer()
+    torch_schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=2, threshold=1e-2)
+    ours = rate(1_000, kind="plateau", warmup_steps=0, factor=0.5, patience=2, threshold=1e-2, floor=0.0)
+    generator = torch.Generator().manual_seed(1)
+    values = (torch.rand(60, generator=generator) + torch.linspace(2, 0, 60)).tolist()
+    seen = set()
+    for n, value in enumerate(values):
+        torch_schedule.step(value)
+        ours.observe(value)
+        assert ours.at(n + 1) == theirs.param_groups[0]["lr"]
+        seen.add(ours.at(n + 1))
+    assert len(seen) > 3
+
+
+def test_plateau_waits_for_a_higher_value_where_higher_is_better_and_stays_above_the_floor() -> None:
+    spec = ScheduleSpec(kind="plateau", warmup_steps=0, factor=0.1, patience=1, floor=0.05)
+    found = LearningRate(spec, peak=1.0, total=100, higher_is_better=True)
+    for value in (0.1, 0.2, 0.3):
+        found.observe(value)
+    assert found.at(50) == 1.0
+    for _ in range(2):
+        found.observe(0.3)
+    assert found.at(50) == pytest.approx(0.1)
+    for _ in range(10):
+        found.observe(0.3)
+    assert found.at(50) == 0.05
+
+
+@pytest.mark.parametrize("kind", get_args(ScheduleKind))
+def test_a_resume_at_any_step_continues_the_rates(kind: ScheduleKind) -> None:
+    """Warmup included; the validation metric stops falling half way."""
+    total, spec = 60, ScheduleSpec(kind=kind, warmup_steps=10, patience=3)
+
+    def run(found: LearningRate, first: int) -> list[float]:
+        rates = []
+        for step in range(first, total + 1):
+            rates.append(found.at(step))
+            found.observe(max(0.5, 1 - step / 50))
+        return rates
+
+    whole = run(LearningRate(spec, peak=1.0, total=total), 1)
+    assert len(set(whole)) > 5
+    for stop in (3, 10, 31, 59):
+        before = LearningRate(spec, peak=1.0, total=total)
+        for step in range(1, stop + 1):
+            before.observe(max(0.5, 1 - step / 50))
+        after = LearningRate(spec, peak=1.0, total=total)
+        after.load_state_dict(before.state_dict())
+        assert run(after, stop + 1) == whole[stop:]
+
+
+def test_apply_scales_each_group_by_its_own_factor() -> None:
+    made = torch.optim.SGD(
+        [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr_scale": 0.1}], lr=1.0, momentum=0.9
+    )
+    assert rate(10, peak=2.0, kind="constant", warmup_steps=0).apply(made, 3) == 2.0
+    assert [g["lr"] for g in made.param_groups] == pytest.approx([2.0, 0.2])
+
+
+def test_a_metric_that_is_no_number_is_refused_by_plateau_alone() -> None:
+    with pytest.raises(UsageError, match="validation metric is nan"):
+        rate(10, kind="plateau").observe(math.nan)
+    rate(10).observe(math.nan)

@@ -1,0 +1,113 @@
+"""What the tables of a recipe say of each other: each alone may be right, and together they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
+from clustertrain.spec.objective import ObjectiveKind
+from clustertrain.spec.strict import nearest
+
+if TYPE_CHECKING:
+    from clustertrain.spec.recipe import Recipe
+
+_OF_CLASSES: tuple[MetricName, ...] = ("accuracy", "top5")
+_OF_NUMBERS: tuple[MetricName, ...] = ("mae", "rmse")
+_OF_TEXT: tuple[MetricName, ...] = ("perplexity", "bits_per_token")
+# What can be computed from an objective's outputs and targets.
+METRICS: Mapping[ObjectiveKind, tuple[MetricName, ...]] = {
+    "cross-entropy": (*_OF_CLASSES, *_OF_TEXT),
+    "binary-cross-entropy": ("accuracy",),
+    "mse": _OF_NUMBERS,
+    "l1": _OF_NUMBERS,
+    "huber": _OF_NUMBERS,
+    "nt-xent": ("recall_at_1",),
+}
+
+
+def usual_metrics(objective: ObjectiveKind, *, text: bool) -> tuple[MetricName, ...]:
+    """What an evaluation gives where the recipe names nothing."""
+    if objective == "cross-entropy":
+        return ("accuracy", *_OF_TEXT) if text else ("accuracy",)
+    return METRICS[objective][:1]
+
+
+def check(recipe: Recipe) -> None:
+    """Raises ValueError, naming the keys of both tables."""
+    _data(recipe)
+    _schedule(recipe)
+    _evaluation(recipe)
+    _contract(recipe)
+
+
+def _data(recipe: Recipe) -> None:
+    from clustertrain.spec.recipe import LEARNS_FROM
+
+    model, data = recipe.model, recipe.data
+    kinds = LEARNS_FROM[model.kind]
+    if not model.entry and data.kind not in ("auto", *kinds):
+        raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} learns from {' or '.join(kinds)}")
+    if data.augment.any and recipe.data_kind != "images":
+        raise ValueError(f"data.augment changes images, and the data is of kind {recipe.data_kind}")
+    if data.pack and recipe.data_kind != "tokens":
+        raise ValueError(f"data.pack puts documents of tokens together, and the data is of kind {recipe.data_kind}")
+    if data.augment.mixup and recipe.objective_kind != "cross-entropy":
+        raise ValueError(f"data.augment.mixup mixes classes: objective.kind = {recipe.objective_kind!r} has none")
+    if recipe.objective.label_smoothing and recipe.objective_kind != "cross-entropy":
+        raise ValueError(f"objective.label_smoothing: objective.kind = {recipe.objective_kind!r} has no classes")
+
+
+def _schedule(recipe: Recipe) -> None:
+    schedule, steps = recipe.schedule, recipe.train.steps
+    if schedule.warmup_steps >= steps > 1:
+        raise ValueError(
+            f"schedule.warmup_steps = {schedule.warmup_steps} is not less than train.steps = {steps}: the rate would "
+            "never get to its peak"
+        )
+    if schedule.kind == "wsd" and max(0, schedule.warmup_steps) + max(0, schedule.cooldown_steps) > steps:
+        raise ValueError(
+            f"schedule.warmup_steps = {schedule.warmup_steps} and cooldown_steps = {schedule.cooldown_steps} are more "
+            f"than train.steps = {steps} together"
+        )
+    if schedule.kind == "step" and schedule.milestones and schedule.milestones[-1] >= steps:
+        raise ValueError(f"schedule.milestones = {list(schedule.milestones)}: must lie before train.steps = {steps}")
+    if schedule.kind == "plateau" and not recipe.data.validates:
+        raise ValueError(
+            "schedule.kind = 'plateau' follows a validation metric: set data.validation (a share of the samples) or "
+            "data.validation_path"
+        )
+    late = [u.step for u in recipe.optim.unfreeze if u.step >= steps]
+    if late:
+        raise ValueError(f"optim.unfreeze: step {late[0]} is not before train.steps = {steps}")
+
+
+def _evaluation(recipe: Recipe) -> None:
+    evaluation, possible = recipe.evaluation, METRICS[recipe.objective_kind]
+    for name in evaluation.metrics:
+        if name not in possible and not recipe.model.entry:
+            raise ValueError(
+                f"evaluation.metrics: {name!r} cannot be told of objective.kind = {recipe.objective_kind!r}: "
+                f"{', '.join(possible)}"
+            )
+    if evaluation.patience and not recipe.data.validates:
+        raise ValueError("evaluation.patience needs data.validation or data.validation_path")
+
+
+def _contract(recipe: Recipe) -> None:
+    contract, validates = recipe.contract, recipe.data.validates
+    if contract.slices and not validates:
+        raise ValueError("contract.slices are of the validation data: set data.validation or data.validation_path")
+    if not contract.metric.startswith(PREFIX):
+        return
+    if not validates:
+        raise ValueError(
+            f"contract.metric = {contract.metric!r} is one of the validation data: set data.validation or "
+            "data.validation_path"
+        )
+    known = [f"{PREFIX}loss", *(f"{PREFIX}{m}" for m in recipe.evaluated_metrics)]
+    if contract.metric.partition(SLICE)[0] not in known:
+        raise ValueError(
+            f"contract.metric = {contract.metric!r} is none that the evaluation gives: "
+            + nearest(contract.metric, known)
+        )

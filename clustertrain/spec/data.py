@@ -1,0 +1,74 @@
+"""The ``[data]`` table: what is learned from, how it is read, and what is kept apart to validate on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from clustertrain.spec.ranges import positive, within
+
+DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
+
+
+class AugmentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[data.augment]`` table: random changes of training images, the same whatever the number of ranks."""
+
+    crop: int = 0  # padded by so many pixels and cut back to size at a random place
+    flip: bool = False  # left and right, every other time
+    color: float = 0.0  # brightness, contrast and saturation change by up to this share
+    mixup: float = 0.0  # alpha of arXiv 1710.09412: each image is mixed with another one; 0: none
+
+    def __post_init__(self) -> None:
+        if self.crop < 0:
+            raise ValueError(f"crop = {self.crop}: must be 0 or more pixels")
+        within("color", self.color, 0.0, 1.0)
+        within("mixup", self.mixup, 0.0, 10.0)
+
+    @property
+    def any(self) -> bool:
+        return self != AugmentSpec()
+
+
+class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Byte-level text, pairs of passages of it, tokens, images with classes, or a data set of one's own.
+
+    Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
+    library's own source. Of tokens it is a folder of shards. Of images it is an ``.npz`` file or a folder with a folder
+    for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's.
+    """
+
+    kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text
+    path: str = ""  # stdlib or shapes
+    pattern: str = "*.py"
+    entry: str = ""  # kind own: "package.module:function", called with args, returns a map-style data set
+    args: dict[str, Any] = {}
+    seq_len: int = 256  # tokens of a sample; of a pair: of each passage
+    pack: bool = False  # tokens: several documents in a sample, in place of one that is cut or padded
+    max_bytes: int = 64 * 1024 * 1024
+    image_size: int = 32  # height and width; those in an .npz file have their own
+    augment: AugmentSpec = AugmentSpec()
+    validation: float = 0.0  # this share of the samples is kept apart; 0: none, unless validation_path
+    validation_path: str = ""  # or other data of the same kind
+    workers: int = 0  # processes that read ahead
+    prefetch: int = 2  # batches that each of them holds ready
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "max_bytes", "image_size", "prefetch"):
+            positive(name, getattr(self, name))
+        if self.workers < 0:
+            raise ValueError(f"workers = {self.workers}: must be 0 or more")
+        within("validation", self.validation, 0.0, 0.9)
+        if self.validation and self.validation_path:
+            raise ValueError("validation and validation_path: give one of them")
+        if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
+            raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
+        if (self.kind == "own") != bool(self.entry):
+            raise ValueError("kind = 'own' and entry go together: the entry names the function that makes the data set")
+        if self.args and not self.entry:
+            raise ValueError("args are those of an entry, and there is none")
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.validation or self.validation_path)

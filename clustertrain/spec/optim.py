@@ -1,0 +1,80 @@
+"""The ``[optim]`` table: which optimizer, on which parameters, how the gradient is clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from clustertrain.spec.ranges import positive, within
+
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"
+]
+Clip = Literal["norm", "value", "adaptive"]
+
+
+class UnfreezeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of ``[[optim.unfreeze]]``: from ``step`` on what ``modules`` name is trained; until then it is frozen."""
+
+    step: int
+    modules: tuple[str, ...]  # patterns of module names, as "encoder.layers.*"
+
+    def __post_init__(self) -> None:
+        positive("step", self.step)
+        if not self.modules or "" in self.modules:
+            raise ValueError("modules: name at least one module")
+
+
+class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """No weight decay on norms, biases and embeddings, by the type of their module. What does not belong to the
+    optimizer in use has no effect."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 3e-4
+    lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
+    betas: tuple[float, float] | None = None  # None: (0.9, 0.95) for models of text, (0.9, 0.999) for others
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.9  # sgd, lars, muon
+    nesterov: bool = False  # sgd
+    layer_decay: float = 1.0  # lr of a layer is that of the one above it times this; 1: the same for all
+    lr_scale: dict[str, float] = {}  # by pattern of module names what their lr is multiplied by
+    freeze: tuple[str, ...] = ()  # patterns of module names that are never trained
+    unfreeze: tuple[UnfreezeSpec, ...] = ()
+    clip: Clip = "norm"
+    clip_norm: float = 1.0  # of clip = "norm"; 0: no clipping
+    clip_value: float = 1.0  # of clip = "value": each element lies between plus and minus this
+    clip_quantile: float = 0.95  # of clip = "adaptive": the limit is this quantile of the last norms
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "clip_value"):
+            positive(name, getattr(self, name))
+        for beta in self.betas or ():
+            within("betas", beta, 0.0, 0.999999)
+        within("momentum", self.momentum, 0.0, 0.999999)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum greater than 0")
+        positive("layer_decay", self.layer_decay)
+        within("layer_decay", self.layer_decay, 0.0, 1.0)
+        within("clip_quantile", self.clip_quantile, 0.5, 1.0)
+        for pattern, factor in self.lr_scale.items():
+            positive(f"lr_scale.{pattern}", factor)
+        if self.lr_batch < 0:
+            raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
+        if self.weight_decay < 0 or self.clip_norm < 0:
+            raise ValueError("weight_decay and clip_norm must be 0 or more")
+
+    def betas_for(self, *, text: bool) -> tuple[float, float]:
+        """The betas in use. (0.9, 0.95) is what language models take since GPT-3 (arXiv 2005.14165, appendix B); 0.999
+        is that of Adam (arXiv 1412.6980)."""
+        return self.betas or ((0.9, 0.95) if text else (0.9, 0.999))
+
+
+# Bytes of optimizer state for each parameter, in fp32 unless the name says otherwise. Adafactor keeps a row and a
+# column of a matrix, SOAP and Shampoo two square matrices each: what depends on shapes is counted where they are known.
+STATE_BYTES: Mapping[OptimizerName, int] = {
+    "adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0, "lion": 4, "lamb": 8, "lars": 4, "muon": 4, "soap": 8,
+    "shampoo": 4, "adamw8bit": 2,
+}  # fmt: skip

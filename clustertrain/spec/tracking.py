@@ -1,0 +1,26 @@
+"""The ``[tracking]`` table: where the run's scalars go besides its own folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A process beside the ranks reads the rows and hands them on; a tracker that fails never ends a run."""
+
+    to: tuple[Tracker, ...] = ()
+    project: str = ""  # wandb's project, MLflow's experiment; "": the run's name
+    uri: str = ""  # MLflow's tracking URI; "": what the environment says, else a folder of the run
+    offline: bool = False  # wandb: keep everything in the run's folder, for `wandb sync`
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ValueError(f"to = {list(self.to)}: one is named twice")
+        if self.uri and "mlflow" not in self.to:
+            raise ValueError(f'uri = {self.uri!r} has no effect without to = ["mlflow"]')
+        if self.offline and "wandb" not in self.to:
+            raise ValueError('offline has no effect without to = ["wandb"]')

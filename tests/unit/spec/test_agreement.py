@@ -1,0 +1,67 @@
+"""What the tables of a recipe say of each other, before the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+
+
+def recipe(**tables: Any) -> Recipe:
+    return build(tables, Recipe, "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"schedule": {"warmup_steps": 200}}, "warmup_steps = 200 is not less than train.steps = 200"),
+        ({"schedule": {"kind": "wsd", "warmup_steps": 100, "cooldown_steps": 101}}, "more than train.steps = 200"),
+        ({"schedule": {"kind": "step", "milestones": [50, 200]}}, "milestones = .*before train.steps = 200"),
+        ({"schedule": {"kind": "plateau"}}, "plateau' follows a validation metric: set data.validation"),
+        ({"optim": {"unfreeze": [{"step": 200, "modules": ["a"]}]}}, "unfreeze: step 200"),
+        ({"contract": {"metric": "validation_accuracy"}}, "metric = 'validation_accuracy'.*set data.validation"),
+        (
+            {"contract": {"metric": "validation_acuracy"}, "data": {"validation": 0.1}},
+            "none that the evaluation gives: did you mean validation_accuracy",
+        ),
+        ({"contract": {"slices": ["a"]}}, "slices are of the validation data"),
+        ({"contract": {"cost": 10.0}}, "no limit without gpu_hour_cost"),
+        ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' cannot be told of objective.kind"),
+        ({"evaluation": {"patience": 2}}, "patience needs data.validation"),
+        ({"data": {"augment": {"flip": True}}}, "augment changes images, and the data is of kind text"),
+        ({"data": {"pack": True}}, "pack puts documents of tokens"),
+        ({"data": {"kind": "images"}}, "a decoder learns from text or tokens or own"),
+        ({"data": {"kind": "own"}}, "kind = 'own' and entry go together"),
+        (
+            {"objective": {"kind": "mse", "label_smoothing": 0.1}},
+            "label_smoothing: objective.kind = 'mse' has no classes",
+        ),
+        ({"train": {"profile": "20:10"}}, "profile = '20:10': must be \"first:end\""),
+        ({"optim": {"lr": 0.0}}, "lr = 0.0: must be greater than 0"),
+        ({"optim": {"lr_scale": {"head": -1.0}}}, "lr_scale.head = -1.0: must be greater than 0"),
+        ({"optim": {"nesterov": True, "momentum": 0.0}}, "nesterov needs a momentum"),
+        ({"stability": {"spike_window": 4}}, "spike_window = 4: fewer than 16"),
+        ({"tracking": {"offline": True}}, "offline has no effect"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused_by_name(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recipe(**tables)
+
+
+def test_what_is_left_open_follows_from_the_other_tables() -> None:
+    text, images = recipe(), recipe(model={"kind": "convnet"})
+    assert text.optim.betas_for(text=text.is_text) == (0.9, 0.95)
+    assert images.optim.betas_for(text=images.is_text) == (0.9, 0.999)
+    assert (text.deciding_metric, text.higher_is_better) == ("loss", False)
+    kept = recipe(data={"validation": 0.1}, contract={"metric": "validation_accuracy/night"})
+    assert kept.higher_is_better
+    assert recipe(data={"validation": 0.1}).deciding_metric == "validation_loss"
+    assert text.evaluated_metrics == ("accuracy", "perplexity", "bits_per_token")
+    assert recipe(model={"kind": "two-tower"}).evaluated_metrics == ("recall_at_1",)
+    assert recipe(train={"steps": 500}).evaluate_every == 50
+    assert recipe(train={"profile": "10:20"}).profiled_steps == range(10, 20)
