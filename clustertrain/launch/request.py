@@ -16,6 +16,7 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.launch import choose, code, counting, render
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
+from clustertrain.plan import checks
 from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec import cluster, presets
@@ -90,6 +91,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     )
     backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job.backend)
     device = resolve_device(job.device if job.device != "auto" else profile.device, backend.name)
+    checks.of_fp16(asked.train.precision, device, job.device)
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
     recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})

@@ -168,12 +168,14 @@ def _kept_by_block(model: Decoder, run: Pass, layout: Layout, stack: Stack) -> f
 def activation_bytes(
     model: Decoder, run: Pass, layout: Layout = SINGLE, part: Part | None = None, stack: Stack = CLUSTERTRAIN
 ) -> int:
-    """Without the logits. A block that is redone needs room for all of its own once."""
+    """Without the logits. A block that is redone needs room for all of its own once; of those that wait in host memory
+    one is on the device."""
     held = part or Part(model.layers)
     cpu = run.device == "cpu"
     size = run.compute_bytes
     along = layout.tp if layout.sequence_parallel else 1
-    kept = held.blocks * _kept_by_block(model, run, layout, stack)
+    blocks = min(1, held.blocks) if run.parallel.activation_offload else held.blocks
+    kept = blocks * _kept_by_block(model, run, layout, stack)
     if held.embedding and model.dropout:
         kept += model.dim * (run.residual_bytes if cpu else 1) / along
     if held.head:

@@ -116,6 +116,7 @@ def of_device(
         ConfigError: the device lacks what precision or layout need, or torch what two options together need.
     """
     _halves(parallel, layout)
+    _activation_offload(parallel, layout, device)
     if device == "cpu":
         _only_on_gpus(precision, parallel, layout)
         if precision == "fp16":
@@ -143,6 +144,37 @@ def of_device(
                 fix="use train.precision = 'bf16', or another --gpu-type",
             )
     return []
+
+
+def _activation_offload(parallel: ParallelSpec, layout: Layout, device: str) -> None:
+    if not parallel.activation_offload:
+        return
+    checkpointed = layout.activation_checkpointing
+    for used, what, fix in (
+        (device == "cpu", "there is no GPU memory to relieve, and the device is cpu", "leave it out"),
+        (
+            checkpointed != "none",
+            f"with activation checkpointing {checkpointed!r} a layer keeps nothing for it to move",
+            "use parallel.activation_checkpointing = 'none', or leave it out",
+        ),
+        (parallel.compile, "compiled layers do not tell what they keep", "use parallel.compile = false"),
+        (
+            layout.tp > 1 or layout.pp > 1,
+            "what split layers and pipeline stages keep is not moved",
+            "use tp = 1 and pp = 1, or parallel.activation_checkpointing = 'full'",
+        ),
+    ):
+        if used:
+            raise ConfigError(f"parallel.activation_offload: {what}", fix=fix)
+
+
+def of_fp16(precision: Precision, device: str, asked: str) -> None:
+    """Raises ConfigError for fp16 on a CPU that nobody ``asked`` for: a matmul takes 60 times that of fp32 there."""
+    if precision == "fp16" and device == "cpu" and asked != "cpu":
+        raise ConfigError(
+            "precision fp16: this machine has no GPU, and CPUs have no matrix units for it",
+            fix="use train.precision = 'auto' or 'fp32', or say job.device = 'cpu' to try it out slowly",
+        )
 
 
 def _halves(parallel: ParallelSpec, layout: Layout) -> None:

@@ -78,6 +78,17 @@ def layout(choice: Choice) -> None:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
         choice.warnings += notes.of_unseen_model(chosen, whose)
     choice.warnings += checks.of_device(given.precision, recipe.parallel, chosen, given.device, given.gpu)
+    if recipe.objective.label_smoothing and chosen.tp > 1 and recipe.parallel.loss_parallel:
+        choice.reasons.append(
+            f"label smoothing with tp {chosen.tp}: each rank gathers the logits of the whole vocabulary for the loss, "
+            "since torch's loss of split logits knows no smoothing; that memory is not in the estimate"
+        )
+    if given.spec.script is None:
+        reasons, warnings = notes.of_alignment(
+            recipe.model, recipe.data, chosen, choice.batch.micro_batch, given.precision, given.device
+        )
+        choice.reasons += reasons
+        choice.warnings += warnings
     choice.warnings += crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
 
 

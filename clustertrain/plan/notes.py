@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from clustertrain.plan import pipeline
 from clustertrain.plan.layout import Batch, Layout, counted
+from clustertrain.spec.data import DataSpec
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Precision
 
 
 def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
@@ -66,3 +68,37 @@ def of_bubble(layout: Layout, batch: Batch, *, fastest: bool = False) -> list[st
         f"{counted(micro_batches, 'micro-batch')} on a pipeline of {layout.pp} ranks {cost}; {enough} or more would "
         f"leave {then or 0:.0%}: a larger train.global_batch{smaller}"
     ]
+
+
+# Elements in 16 bytes, which a dimension must be a multiple of for the matrix units to be used well; and in 128 bytes,
+# for the best tiles (NVIDIA, "Matrix Multiplication Background User's Guide", table "Tensor Core requirements").
+_ALIGNED: dict[Precision, tuple[int, int]] = {"fp16": (8, 64), "bf16": (8, 64), "tf32": (4, 32), "fp8": (16, 128)}
+
+
+def of_alignment(
+    model: ModelSpec, data: DataSpec, layout: Layout, micro_batch: int, precision: Precision, device: str
+) -> tuple[list[str], list[str]]:
+    """Reasons and warnings of the dimensions of the built-in transformers' matmuls that are no multiples of what matrix
+    units work in, each as one rank has it. Nothing for models whose matmuls are not known here."""
+    if device != "cuda" or precision not in _ALIGNED or model.entry or model.kind == "convnet":
+        return [], []
+    head = model.dim // model.heads
+    sizes = {
+        "model.dim": model.dim,
+        "model.kv_heads x head": model.kv_heads * head // layout.tp,
+        "model.ffn_dim": model.hidden // layout.tp,
+        "model.vocab_size": model.vocab_size // layout.tp,
+        "micro_batch x data.seq_len": micro_batch * data.seq_len // layout.cp,
+    }
+    if precision != "fp8":  # which is for Linear layers, and attention is none
+        sizes["model.dim / model.heads"] = head
+    needed, best = _ALIGNED[precision]
+    a_rank = f", a rank's part of tp {layout.tp}" if layout.tp > 1 else ""
+    bad = [f"{name} {size} (next: {-(-size // best) * best})" for name, size in sizes.items() if size % needed]
+    fair = [f"{name} {size}" for name, size in sizes.items() if size % best and not size % needed]
+    warnings = [
+        f"no multiple of {needed}, so the matrix units for {precision} work at a fraction of their rate: "
+        f"{', '.join(bad)}{a_rank}"
+    ]
+    reasons = [f"multiples of {needed} and not of {best}, which {precision} likes better: {', '.join(fair)}{a_rank}"]
+    return reasons if fair else [], warnings if bad else []

@@ -20,6 +20,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # Memory
     activation_checkpointing: ActivationCheckpointing = "auto"  # selective: keep matmuls and attention, redo the rest
     offload: bool = False  # parameters, gradients and optimizer state of a sharded layout live in host memory
+    activation_offload: bool = False  # what layers keep for the backward pass waits in host memory
     compile: bool = False  # torch.compile, block by block
     # Data parallel
     bucket_mib: int = 25  # ddp, zero1: gradients travel in buckets of this size

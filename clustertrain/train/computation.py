@@ -30,6 +30,8 @@ _KEPT = frozenset(
     }
 )
 
+SMALL = 1024  # elements: a transfer of fewer takes longer than it is worth
+
 
 def apply(model: nn.Module, context: RankContext) -> None:
     """Convert, checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
@@ -42,6 +44,8 @@ def apply(model: nn.Module, context: RankContext) -> None:
         # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for _, unit in units(model):
+        if context.parallel.activation_offload:
+            unit.forward = _offloaded(unit)
         if kind != "none":
             options: dict[str, Any] = {"use_reentrant": False}
             if kind == "selective":
@@ -50,6 +54,32 @@ def apply(model: nn.Module, context: RankContext) -> None:
             unit.forward = _checkpointed(unit.forward, options)
         if context.parallel.compile:
             unit.compile(fullgraph=kind == "none")
+
+
+def _offloaded(unit: nn.Module) -> Callable[..., Any]:
+    """The forward pass of ``unit``; what autograd keeps of it lies in host memory until the backward pass asks for it.
+    Not the parameters, which are there anyway: torch's ``save_on_cpu`` copies them too."""
+    forward = unit.forward
+
+    def kept_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        # Those of now: fully_shard has put the gathered ones in place just before.
+        held = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+
+        def pack(kept: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if kept.untyped_storage().data_ptr() in held or kept.numel() < SMALL:
+                return kept.device, kept
+            pinned = kept.device.type == "cuda"
+            there = torch.empty(kept.size(), dtype=kept.dtype, layout=kept.layout, pin_memory=pinned)
+            return kept.device, there.copy_(kept, non_blocking=pinned)
+
+        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            device, there = packed
+            return there.to(device, non_blocking=there.is_pinned())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return kept_elsewhere
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -1,6 +1,8 @@
-"""How much of the device this rank has needed."""
+"""How much memory this rank has needed."""
 
 from __future__ import annotations
+
+import resource
 
 import torch
 
@@ -14,3 +16,8 @@ def peak_allocated_gib(device: torch.device) -> float | None:
     context and NCCL's buffers come on top.
     """
     return torch.cuda.max_memory_allocated(device) / _GIB if device.type == "cuda" else None
+
+
+def peak_resident_gib() -> float:
+    """The most host memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts in KiB

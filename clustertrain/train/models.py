@@ -51,8 +51,9 @@ def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
     if spec.kind == "convnet":
         _check_images(dataset, spec.convnet, recipe.data)
     own = getattr(made, "loss", None) if spec.entry else None
-    loss: Loss = losses.contrastive if spec.kind == "two-tower" else losses.cross_entropy
-    return Task(made, dataset, own if callable(own) else loss)
+    # A kind that is named wins over what the module brings with it.
+    loss = own if callable(own) and recipe.objective.kind == "auto" else losses.objective(recipe)
+    return Task(made, dataset, loss)
 
 
 def model(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:

@@ -97,7 +97,7 @@ class RankResult:
         code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
         told = {
             "type": type(error).__name__,
-            "message": str(error),
+            "message": "\n".join([str(error), *getattr(error, "__notes__", ())]),
             "traceback": "".join(traceback.format_exception(error))[-16_384:],
         }
         self._write("failed", exit_code=code, kind=kind, error=told)

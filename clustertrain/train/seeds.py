@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from typing import Any
 
@@ -21,6 +22,19 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def be_deterministic() -> None:
+    """Let torch, cuDNN and cuBLAS take algorithms that give the same bits each time, in this process. What has none
+    raises RuntimeError then, with its name. Memory that nobody has written is filled, too, which takes time.
+
+    Not needed for a resume to be exact on the layouts of the parity table: for hunting down a number that moves.
+    """
+    # Read when cuBLAS makes its first handle (CUDA toolkit, "cuBLAS: Results Reproducibility").
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 def capture(device: torch.device) -> dict[str, Any]:

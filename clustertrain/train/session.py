@@ -20,11 +20,10 @@ from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
-from clustertrain.train import data_parallel, gradients, mesh, result, seeds
+from clustertrain.train import data_parallel, gradients, memory, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
 from clustertrain.train.marks import Marks
-from clustertrain.train.memory import peak_allocated_gib
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
@@ -101,6 +100,8 @@ class Session:
         recipe_seed = context.spec.recipe.train.seed if context.spec else DEFAULT_SEED
         self.seed = recipe_seed if self._asked_seed is None else self._asked_seed
         apply_matmul_precision(context)
+        if context.spec is not None and context.spec.recipe.train.deterministic:
+            seeds.be_deterministic()
         self._loss_scale: LossScale | None = None
         if context.precision == "fp16":
             batch = context.batch
@@ -157,6 +158,7 @@ class Session:
                 self._result.stopped()
                 raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
             elif error is not None:
+                out_of_memory.explain(error, self._context)
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:
@@ -441,7 +443,7 @@ class Session:
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
         plain = self._marks.step_ends(self.step, self._apart_s, self.tokens_per_step, wait_s)
         if self._log_every and self.step % self._log_every == 0 and self.device.type == "cuda":
-            plain["peak_allocated_gib"] = peak_allocated_gib(self.device)
+            plain["peak_allocated_gib"] = memory.peak_allocated_gib(self.device)
         self._metrics.put(plain, self._logged)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)

@@ -28,7 +28,7 @@ with ct.session() as session:
         optimizer = session.optimizer(torch.optim.SGD, lr=recipe.optim.lr)
     else:
         groups = optim.decay_groups(model, recipe.optim.weight_decay)
-        optimizer = session.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe.optim, session.device))
+        optimizer = session.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe, session.device))
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     for _ in session.steps(recipe.train.steps):
         done = session.train_step(next(data), cross_entropy, clip_norm=recipe.optim.clip_norm)

@@ -76,12 +76,14 @@ def make_run(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
+    tables: dict[str, dict[str, Any]] | None = None,
     script: tuple[Path, tuple[str, ...]] | None = None,
 ) -> RunDir:
-    """A run directory as submit leaves it; ``script`` is one to snapshot, with its arguments."""
+    """A run directory as submit leaves it; ``tables`` are further ones of the recipe, key by key over those of here;
+    ``script`` is one to snapshot, with its arguments."""
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
-    recipe = {
+    recipe: dict[str, dict[str, Any]] = {
         "model": {**TINY, **(model or {})},
         "data": {"seq_len": SEQ_LEN, "max_bytes": 100_000, **(data or {})},
         "parallel": parallel or {},
@@ -89,6 +91,8 @@ def make_run(
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": every, "keep": keep},
     }
+    for table, keys in (tables or {}).items():
+        recipe[table] = {**recipe.get(table, {}), **keys}
     spec: dict[str, Any] = {"recipe": recipe}
     if script is not None:
         run.code.mkdir()

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from clustertrain.errors import ConfigError
+from clustertrain.plan import advice
 from clustertrain.plan.advice import LINEAR, SQUARE_ROOT, scaled_lr
+from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec
 from clustertrain.spec.models import ConvnetSpec
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.spec.optim import OptimizerName, OptimSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Precision, Recipe, TrainSpec
 from clustertrain.spec.strict import build
 
 LR = OptimSpec().lr
 
 
-def planned(*, batch: int = 0, lr_batch: int = 0, gpus: int = 2, model: ModelSpec | None = None) -> Plan:
+def planned(
+    *,
+    batch: int = 0,
+    lr_batch: int = 0,
+    gpus: int = 2,
+    model: ModelSpec | None = None,
+    name: OptimizerName = "adamw",
+    precision: Precision = "auto",
+    tp: int = 0,
+) -> Plan:
     recipe = Recipe(
         model=model or ModelSpec(),
         data=DataSpec(seq_len=128),
-        train=TrainSpec(global_batch=batch),
-        optim=OptimSpec(lr_batch=lr_batch),
+        train=TrainSpec(global_batch=batch, precision=precision),
+        optim=OptimSpec(name=name, lr_batch=lr_batch),
     )
-    return plan(RunSpec(job=JobSpec(gpus=gpus, gpu_type="h100"), recipe=recipe), ClusterProfile(), "cuda")
+    return plan(RunSpec(job=JobSpec(gpus=gpus, tp=tp, gpu_type="h100"), recipe=recipe), ClusterProfile(), "cuda")
 
 
 def said(made: Plan, start: str) -> str:
@@ -66,8 +79,9 @@ def test_a_batch_that_follows_from_the_ranks_says_how_to_keep_it_and_how_to_foll
     assert made.batch.global_batch == 48
     assert "a batch of 48, which follows from 48 data-parallel ranks" in reason
     assert "train.global_batch = 48" in reason
-    assert "optim.lr = 0.000424" in reason and "SGD 0.0006 " in reason
-    assert "2205.10287" in reason and "1706.02677" in reason
+    assert "twice the batch adamw wants optim.lr = 0.000424 (x sqrt(2), arXiv 2205.10287)" in reason
+    by_sgd = said(planned(gpus=48, name="sgd"), "lr ")
+    assert "twice the batch sgd wants optim.lr = 0.0006 (x 2, arXiv 1706.02677)" in by_sgd
 
 
 def test_a_rate_for_another_batch_is_not_scaled_and_the_number_to_type_is_there() -> None:
@@ -98,3 +112,49 @@ def test_the_key_must_be_a_batch() -> None:
     assert build({"optim": {"lr_batch": 256}}, Recipe, "r.toml").optim.lr_batch == 256
     with pytest.raises(ConfigError, match="lr_batch = -1: must be 0"):
         build({"optim": {"lr_batch": -1}}, Recipe, "r.toml")
+
+
+def names_of(fixes: list[str]) -> list[str]:
+    return [fix.split(":")[0].split(" = ")[0] for fix in fixes]
+
+
+def test_what_needs_less_memory_comes_by_how_much_it_changes() -> None:
+    ddp = Layout(strategy="ddp", dp_replicate=4)
+    found = advice.of_memory(ddp, Batch(micro_batch=6, grad_accum=2, global_batch=48), ParallelSpec())
+    assert names_of(found) == [
+        "train.micro_batch",
+        "parallel.activation_checkpointing",
+        "--layout zero1, then fsdp-grad-op, then fsdp",
+        "parallel.activation_offload",
+        "more GPUs, with fsdp or tp",
+    ]
+    assert found[0].startswith("train.micro_batch = 3: 4 micro-batches a step in place of 2")
+
+
+def test_what_is_done_already_is_not_advised() -> None:
+    layout = Layout(
+        strategy="fsdp", dp_shard=4, activation_checkpointing="full", reshard_after_forward=True, offload=True
+    )
+    assert names_of(advice.of_memory(layout, Batch(), ParallelSpec())) == ["more GPUs, with fsdp or tp"]
+
+
+GPT2 = ModelSpec(dim=768, layers=2, heads=12, kv_heads=12, vocab_size=50257)
+
+
+def test_dimensions_that_matrix_units_cannot_use_well_are_named_with_the_next_that_they_can() -> None:
+    (found,) = [w for w in planned(model=GPT2, precision="bf16").warnings if "matrix units" in w]
+    assert "no multiple of 8" in found and "model.vocab_size 50257 (next: 50304)" in found
+    assert "model.dim" not in found
+    even = msgspec.structs.replace(GPT2, vocab_size=50304)
+    assert not any("matrix units" in w for w in planned(model=even, precision="bf16").warnings)
+    assert not any("matrix units" in w for w in planned(model=GPT2, precision="fp32").warnings)
+
+
+def test_each_rank_has_its_part_of_a_dimension() -> None:
+    odd = msgspec.structs.replace(GPT2, vocab_size=50304, ffn_dim=2080)
+    assert "model.ffn_dim 2080" in said(planned(model=odd, precision="bf16"), "multiples of 8")
+    found = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
+    assert not found  # 520 is one of 8
+    odd = msgspec.structs.replace(odd, ffn_dim=2064)
+    (split,) = [w for w in planned(model=odd, precision="bf16", gpus=4, tp=4).warnings if "matrix units" in w]
+    assert "model.ffn_dim 516 (next: 576), a rank's part of tp 4" in split

@@ -1,0 +1,46 @@
+"""A smoothed cross-entropy with ignored targets is the same loss under every layout, also of split logits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clustertrain.plan.layout import Layout
+from tests.ranks.rank_pool import Ranks, make_run
+
+pytestmark = pytest.mark.ranks
+
+NEWLINE = 10
+TABLES = {
+    "objective": {"label_smoothing": 0.1, "ignore_index": NEWLINE},
+    # With it no operation may be one whose sum depends on the order of threads.
+    "train": {"deterministic": True},
+}
+LAYOUTS = (
+    Layout(strategy="fsdp", dp_shard=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2, schedule="gpipe"),
+    Layout(cp=2, strategy="fsdp", dp_shard=1),
+)
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def losses(folder: Path, layout: Layout) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, of micro-batches of 2."""
+    run = make_run(folder, layout, layout.world_size, steps=3, every=100, global_batch=8, micro_batch=2, tables=TABLES)
+    return list(Ranks(run, layout.world_size, setup=one_thread).expect(0).losses().values())
+
+
+def test_a_smoothed_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+    alone = losses(tmp_path / "alone" / "run", Layout())
+    assert len(alone) == 3
+    for layout in LAYOUTS:
+        found = losses(tmp_path / layout.words().replace(" ", "-") / "run", layout)
+        for i, limit in enumerate((2e-6, 5e-6)):
+            wanted = [step[i] for step in alone]
+            assert [step[i] for step in found] == pytest.approx(wanted, rel=limit), layout.words()

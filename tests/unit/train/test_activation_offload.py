@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan import checks
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe
+from clustertrain.train.mesh import Groups
+from clustertrain.train.model import Decoder
+from clustertrain.train.parallelize import parallelize
+from tests.unit.train.alone import ALONE
+
+
+def gradients(offload: bool) -> tuple[list[torch.Tensor], int]:
+    """Of one backward pass; and the bytes that autograd kept where they were."""
+    spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(activation_offload=offload)))
+    with torch.device("meta"):
+        model = Decoder(ModelSpec(dim=32, layers=2, heads=4, kv_heads=2))
+    model = parallelize(model, dataclasses.replace(ALONE, spec=spec), Groups(None, None, None, None), 3)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in parameters:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(1))
+    # Outer hooks see what the layers' own let through.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(tokens).square().mean()
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
+
+
+def test_what_layers_keep_leaves_the_device_and_the_gradients_are_the_same_bits() -> None:
+    there, kept = gradients(False)
+    moved, kept_with = gradients(True)
+    assert len(there) == len(moved) > 10
+    assert all(torch.equal(a, b) for a, b in zip(there, moved, strict=True))
+    assert kept_with < kept / 2  # the embedding, the head and the loss are no layers
+
+
+def test_it_is_refused_where_it_would_do_nothing() -> None:
+    on = ParallelSpec(activation_offload=True)
+    checks.of_device("bf16", on, Layout(), "cuda", None)
+    for layout, device, words in (
+        (Layout(), "cpu", "no GPU memory to relieve"),
+        (Layout(activation_checkpointing="full"), "cuda", "keeps nothing for it to move"),
+        (Layout(strategy="ddp", tp=2), "cuda", "split layers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            checks.of_device("bf16", on, layout, device, None)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import clustertrain as ct
+from clustertrain.plan.layout import Batch, Layout
+from clustertrain.train import out_of_memory
+from clustertrain.train.result import RankResult
+from tests.unit.train.alone import ALONE
+
+CONTEXT = dataclasses.replace(
+    ALONE, world_size=2, layout=Layout(strategy="ddp", dp_replicate=2), batch=Batch(micro_batch=4, global_batch=8)
+)
+
+
+def test_an_error_of_too_little_memory_says_the_peak_and_what_needs_less(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    out_of_memory.explain(error, CONTEXT)
+    text = "".join(traceback.format_exception(error))
+    assert "measured peak: " in text and " GiB of host memory in this process, with ddp" in text
+    assert "  1. train.micro_batch = 2: " in text and "  2. parallel.activation_checkpointing" in text
+    result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"})
+    result.failed(error)
+    assert "train.micro_batch = 2" in (tmp_path / "rank-0.json").read_text()
+
+
+def test_other_errors_are_left_alone() -> None:
+    error = ValueError("no")
+    out_of_memory.explain(error, CONTEXT)
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_session_explains_what_its_script_ran_out_of() -> None:
+    with pytest.raises(MemoryError) as caught, ct.session(device="cpu"):
+        raise MemoryError("no room")
+    assert any("measured peak" in note for note in caught.value.__notes__)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import clustertrain as ct
+from clustertrain.train import seeds
+
+
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+    torch.set_rng_state(generator)
+
+
+def test_the_deterministic_mode_refuses_what_has_no_such_algorithm(as_before: None) -> None:
+    values = torch.ones(4, requires_grad=True)
+    torch.put(torch.zeros(4), torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    seeds.be_deterministic()
+    assert torch.backends.cudnn.deterministic
+    with pytest.raises(RuntimeError, match="deterministic"):
+        torch.put(values.detach(), torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+
+def test_a_session_leaves_what_the_script_has_chosen(as_before: None) -> None:
+    with ct.session(device="cpu"):
+        assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    with ct.session(device="cpu"):
+        assert torch.are_deterministic_algorithms_enabled()
