@@ -52,6 +52,7 @@ _JOB_OPTIONS = (
 _OTHER_OPTIONS = (
     click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch, passed through."),
     click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value."),
+    click.option("--profile", metavar="steps=FIRST:END", help="Profile these steps: a trace, the dearest operations."),
     click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
     click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
     click.option("--count-model/--no-count-model", default=None, help="Build model.entry first; default: plan only."),
@@ -90,6 +91,16 @@ def _pairs(option: str, given: tuple[str, ...], *, bare: bool = False) -> dict[s
     return pairs
 
 
+def _profiled(text: str) -> str:
+    """``steps=10:20`` as an assignment to the recipe's key, which checks the numbers."""
+    what, _, steps = text.partition("=")
+    if what != "steps" or not steps:
+        raise UsageError(
+            f"--profile {text!r}: not of the form steps=FIRST:END", fix="write it as --profile steps=10:20"
+        )
+    return f'train.profile="{steps}"'
+
+
 def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """``count``: whether a model of the user's own is counted where the options do not say it."""
     from clustertrain.launch.request import SubmitRequest
@@ -100,6 +111,7 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
         raise UsageError("--trace-memory traces the model that --no-count-model leaves alone", fix="choose one")
     wanted: Count = "trace" if trace else "yes" if (count if asked is None else asked) else "no"
     target, args = options.pop("target"), options.pop("args")
+    profile = options.pop("profile")
     sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
     rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
     job = {key: value for key, value in options.items() if value is not None}
@@ -107,7 +119,7 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
         target=target or "",
         args=args,
         job={**job, "sbatch": sbatch} if sbatch else job,
-        assignments=rest["assignments"],
+        assignments=(*rest["assignments"], *([_profiled(profile)] if profile else [])),
         env=_pairs("--env", rest["env"]),
         snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
         count=wanted,

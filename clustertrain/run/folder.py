@@ -137,6 +137,11 @@ class RunDir:
         return self.metrics / f"attempt-{attempt}.jsonl"
 
     @property
+    def profiles(self) -> Path:
+        """What ``train.profile`` has asked for: traces and tables, by attempt and steps. Made by rank 0."""
+        return self.path / "profiles"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder, or a link to ``--checkpoint-dir``."""
         return self.path / "checkpoints"

@@ -22,6 +22,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     offload: bool = False  # parameters, gradients and optimizer state of a sharded layout live in host memory
     activation_offload: bool = False  # what layers keep for the backward pass waits in host memory
     compile: bool = False  # torch.compile, block by block
+    channels_last: bool = False  # images reach a model of one's own in the order that convolutions compute in
     # Data parallel
     bucket_mib: int = 25  # ddp, zero1: gradients travel in buckets of this size
     static_graph: bool = False  # ddp, zero1: every step uses the same parameters in the same order

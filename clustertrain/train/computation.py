@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from clustertrain.train.context import RankContext
@@ -39,6 +40,8 @@ def apply(model: nn.Module, context: RankContext) -> None:
         from clustertrain.train import fp8
 
         fp8.apply(model, context.device)
+    if context.parallel.channels_last:
+        model.register_forward_pre_hook(_channels_last)
     kind = context.layout.activation_checkpointing
     if context.parallel.compile:
         # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
@@ -54,6 +57,16 @@ def apply(model: nn.Module, context: RankContext) -> None:
             unit.forward = _checkpointed(unit.forward, options)
         if context.parallel.compile:
             unit.compile(fullgraph=kind == "none")
+
+
+def _channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The weights stay as they are, since ``fully_shard`` takes contiguous ones only: a convolution goes by either."""
+    found: tuple[Any, ...] = tree_map_only(
+        torch.Tensor,
+        lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 and t.is_floating_point() else t,
+        inputs,
+    )
+    return found
 
 
 def _offloaded(unit: nn.Module) -> Callable[..., Any]:

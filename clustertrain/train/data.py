@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 from clustertrain import clock
 from clustertrain.errors import CheckpointError, ConfigError
 from clustertrain.plan import batch as batches
-from clustertrain.train import order
+from clustertrain.train import order, profiling
 from clustertrain.train.seeds import derive
 from clustertrain.train.stop import SIGNALS
 
@@ -131,7 +131,13 @@ class Loader:
         started = clock.monotonic()
         if self._iterator is None:
             self._iterator = self._start()
-        parts = [self._to_device(next(self._iterator)) for _ in range(self._rounds)]
+        parts = []
+        for _ in range(self._rounds):
+            with profiling.part("data"):
+                batch = next(self._iterator)
+            with profiling.part("host_to_device"):
+                # default_collate makes lists of tuples, and a pair that is a list looks like two micro-batches.
+                parts.append(self._to_device(tuple(batch) if isinstance(batch, list) else batch))
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position += self.global_batch
         self.wait_s += clock.monotonic() - started

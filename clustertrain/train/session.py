@@ -28,6 +28,7 @@ from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
+from clustertrain.train.profiling import Profiler
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
@@ -124,6 +125,7 @@ class Session:
             layout=context.layout.words(),
             threads=threads,
         )
+        self._profiler = self._chosen_profiler(context)
         self._keeping = Keeping(
             context, self._groups, self._checkpoint_dir, threads, self._result, self._event, self._flag.deadline
         )
@@ -165,12 +167,18 @@ class Session:
             # Without taking the groups down after a failure: that may wait for peers which are gone.
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
+            self._profiler.close()
             self._keeping.close()
             self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin)
             if self._events is not None:
                 self._events.close()
             self._marks.close()
             self._flag.uninstall()
+
+    def _chosen_profiler(self, context: environment.RankContext) -> Profiler:
+        steps = context.spec.recipe.profiled_steps if context.spec else range(0)
+        folder = context.run.profiles if context.run is not None and self.is_main else None
+        return Profiler(steps, folder, context.attempt.n if context.attempt else 0, self.device, self._event)
 
     def _told_to_stop(self) -> bool:
         return bool(self._flag) or self._agreement.agreed
@@ -240,7 +248,7 @@ class Session:
             made = data_parallel.split_optimizer(cls, params, options)
         else:
             made = cls(params, **options)
-        self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale)
+        self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale, self._event)
         return made
 
     def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0) -> Stepped:
@@ -437,7 +445,9 @@ class Session:
             loader.wait_s = 0.0
         t_begin = clock.now()
         self._marks.step_begins(self.step)
+        self._profiler.begin(self.step)
         yield self.step
+        self._profiler.end(self.step)
         self.step += 1
         self._result.step = self.step
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None

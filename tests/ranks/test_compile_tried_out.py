@@ -1,0 +1,64 @@
+"""What compiling brings is measured before the first step, and a compiler that fails does not end a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from clustertrain.plan.layout import Layout
+from tests.ranks.rank_pool import Ranks, make_run
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        shutil.which("g++") is None and "CLUSTERTRAIN_REQUIRE_SLURM" not in os.environ,
+        reason="torch.compile needs g++ on the CPU",
+    ),
+]
+FSDP = Layout(strategy="fsdp", dp_shard=2)
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def quick_to_compile() -> None:
+    one_thread()
+    from torch._inductor import config
+
+    config.cpp.simdlen = 1  # no vector instructions: g++ is quicker
+
+
+def without_a_compiler() -> None:
+    """Setup: what a node without g++ does."""
+    quick_to_compile()
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    from torch._inductor import config
+
+    config.cpp.cxx = ("/nowhere/g++",)
+
+
+def test_a_compiler_that_fails_leaves_the_layers_as_they_are_written(tmp_path: Path) -> None:
+    wanted = Ranks(make_run(tmp_path / "plain" / "run", FSDP, 2, steps=3, micro_batch=2), 2, setup=one_thread)
+    plain = wanted.expect(0).losses()
+    run = make_run(tmp_path / "compiled" / "run", FSDP, 2, steps=3, micro_batch=2, parallel={"compile": True})
+    ranks = Ranks(run, 2, setup=without_a_compiler).expect(0)
+    (failed,) = ranks.events("compile_failed")
+    assert failed["why"] and "compile" in failed["fix"]
+    assert ranks.events("compiled") == []
+    assert ranks.losses() == plain, "what was tried out has left something behind"
+
+
+def test_both_times_are_reported_and_a_resume_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    options = {"steps": 4, "every": 2, "micro_batch": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
+    whole = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
+    ranks = Ranks(whole, 1, setup=quick_to_compile).expect(0)
+    (told,) = ranks.events("compiled")
+    assert told["eager_s"] > 0 and told["compiled_s"] > 0 and told["compile_s"] > told["compiled_s"]
+    shutil.rmtree(whole.checkpoints / "step-00000004")
+    again = Ranks(whole, 1, 2, setup=quick_to_compile).expect(0)
+    assert again.events("restored")[0]["step"] == 2
+    assert again.losses() == {s: v for s, v in ranks.losses().items() if s > 2}

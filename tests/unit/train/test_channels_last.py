@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.train import computation
+from tests.unit.train.alone import ALONE
+
+
+def test_images_reach_a_model_of_ones_own_in_the_order_of_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    plain = model(x)
+    spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(channels_last=True)))
+    computation.apply(model, dataclasses.replace(ALONE, spec=spec))
+    seen: list[torch.Tensor] = []
+    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    found = model(x)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last) and not seen[0].is_contiguous()
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, plain)
