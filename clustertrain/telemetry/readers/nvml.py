@@ -182,14 +182,6 @@ class Nvml:
         """Whether there is a handle for the device."""
         return uuid in self.handles
 
-    def memory_used(self, uuid: str) -> int:
-        """Bytes in use, without what the driver reserves where NVML tells them apart.
-
-        Raises:
-            NvmlError: NVML has no value.
-        """
-        return self.memory(uuid, self.handles[uuid]).used
-
     def pci_address(self, uuid: str) -> str:
         """As sysfs writes it: ``0000:1b:00.0``.
 
@@ -277,7 +269,11 @@ class Nvml:
         return found
 
     def memory(self, uuid: str, handle: Any) -> Memory:
-        """Raises NvmlError where NVML has no value."""
+        """``used``: without what the driver reserves, where NVML tells them apart.
+
+        Raises:
+            NvmlError: NVML has no value.
+        """
         if uuid not in self._without_memory_v2:
             try:
                 return self._memory_v2(handle)
