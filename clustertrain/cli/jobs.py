@@ -134,7 +134,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
         while True:
             for seen in look_all(left):
                 if isinstance(seen, Unreadable):
-                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
                 if seen.final:
                     click.echo(f"{seen.run.id}: {seen.state}", err=True)
                     completed &= seen.state == "completed"
@@ -169,7 +169,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     found = look_all(find_runs(names))
     for seen in found:
         if isinstance(seen, Unreadable):
-            raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+            raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
     looks = [seen for seen in found if not isinstance(seen, Unreadable)]
     ended = [f"{seen.run.id} has ended already: {seen.state}" for seen in looks if seen.final]
     if len(ended) == len(looks):

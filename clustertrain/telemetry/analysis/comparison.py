@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
+from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import PARTS
 from clustertrain.run.spec import load_spec
@@ -70,7 +70,7 @@ def of_runs(a: RunDir, b: RunDir) -> Comparison:
     for run in (a, b):
         try:
             settings.append(settings_of(run))
-        except (ConfigError, ValueError) as e:
+        except ConfigError as e:
             unknown.append(f"{run.id}: {e}")
     if unknown:
         return msgspec.structs.replace(found, unknown=unknown)
@@ -255,13 +255,14 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     """What was planned and set, by dotted names; of environment variables the names alone, as they may be secrets.
 
     Raises:
-        ConfigError: ``spec.toml`` does not read.
-        ValueError: ``plan.json`` does not.
+        ConfigError: ``spec.toml`` or ``plan.json`` does not read.
     """
-    plan = fsio.read_json(run.plan) or {}
+    plan, trouble = documents.read(run.plan)
+    if trouble is not None:
+        raise ConfigError(trouble)
     found = _flat({name: plan[name] for name in _PLANNED if name in plan})
     layout = plan.get("layout")
-    if layout:
+    if layout and isinstance(layout, dict):
         found["layout"] = _words(layout)
         found.update({f"layout.{k}": v for k, v in layout.items() if k in _LAYOUT_KEYS})
     spec: dict[str, Any] = msgspec.to_builtins(load_spec(run))
