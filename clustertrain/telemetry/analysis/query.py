@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, documents, events, state
+from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.goodput import Goodput, Stretch, ledger
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry import marks, notes
@@ -123,8 +125,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
     history = attempts.read_all(run)
     plan = _planned(run)
-    goodput = request.goodput or ledger(run, history, clock.now(), state.settled(history))
-    whole = request.attempt is None and cut is None  # else the ledger is of more than what is shown
+    goodput = _goodput(run, history, request, cut)
     energy = _energy(gpus, owned, parts, request.gpu)
     summary = Summary(
         run=run.id,
@@ -142,8 +143,8 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         enabled=settings.enabled,
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
-        goodput=goodput if whole else None,
-        waste=_waste(gpus, owned, goodput) if whole else None,
+        goodput=goodput,
+        waste=_waste(gpus, owned, goodput),
         unreadable=[
             *([trouble] if trouble else []),
             *attempts.troubles(run, history),
@@ -152,6 +153,16 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         ],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
+
+
+def _goodput(run: RunDir, history: Sequence[Attempt], request: Request, cut: float | None) -> Goodput:
+    """Of the part of the run that is asked for."""
+    if request.goodput is not None and request.attempt is None and cut is None:
+        return request.goodput
+    finished = state.settled(history) if request.state is None else request.state in state.FINAL
+    waiting = request.state in (state.PENDING, state.REQUEUED)
+    of = Stretch(request.attempt, -math.inf if cut is None else cut)
+    return ledger(run, history, clock.now(), finished, waiting=waiting, of=of)
 
 
 def _owner(run: RunDir) -> str | None:
