@@ -41,8 +41,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``figures`` are of whole runs, and of one GPU, a step or tokens where they grow with those; ``goodput`` has shares
-    of the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
+    """``figures`` are of whole runs, and of one GPU, a step or tokens where they grow with those; ``goodput`` has
+    shares of the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
 
     a: Side
     b: Side
