@@ -107,7 +107,8 @@ def check(prepared: Prepared) -> list[str]:
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
     found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
-    found += alerting.notes(prepared.spec.recipe.telemetry.alerts, share=prepared.spec.job.share)
+    alerts = prepared.spec.recipe.telemetry.alerts
+    found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
     return [note for note in found if note]
 
 
