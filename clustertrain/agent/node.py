@@ -314,6 +314,7 @@ def main() -> int:
     proc.adopt_orphans()
     try:
         place = place_from(os.environ)
+        fsio.as_open_from_now_on(place.run.path)
     except ClusterTrainError as e:
         print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
         return e.exit_code

@@ -28,7 +28,8 @@ POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
 def _say(run: RunDir, event: str, **fields: Any) -> None:
     from clustertrain.run.events import EventLog
 
-    log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
+    with fsio.as_open_as(run.path):
+        log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
     log.write(event, by=getpass.getuser(), **fields)
     log.close()
 
@@ -232,7 +233,8 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         if run.cancelled.exists():
             run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
         _say(run, "continued")
-        job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
+        with fsio.as_open_as(run.path):
+            job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
         _say(run, "continued", job_id=job_id, options=given)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
