@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from clustertrain.spec.durations import duration_s
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.places import check_node_folder, is_url
@@ -27,8 +28,6 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 
 AUTO = "auto"
-_UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*"
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,15 +238,15 @@ def check_every(name: str, every: int | str) -> None:
 
 
 def seconds_of(name: str, text: str) -> float:
-    """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds.
+    """A length of time in seconds.
 
     Raises:
-        ValueError: it is none of these; names ``name``.
+        ValueError: it is none; names ``name``.
     """
-    parts = re.findall(_DURATION, text)
-    if not parts or not re.fullmatch(rf"(?:{_DURATION})+", text):
+    found = duration_s(text)
+    if found is None:
         raise ValueError(f'{name} = {text!r}: must be a number of steps, a time ("30s", "10min", "2h") or "auto"')
-    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    return found
 
 
 class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
