@@ -58,7 +58,8 @@ def _measure(nvml: Nvml, device: Any) -> dict[str, Any]:
     for pace, each in calls.calls.items():
         for call in each:
             pairs = "sm_activity" in call.fields
-            found[", ".join(call.fields)] = {"pace": pace, **_cost(lambda c=call: c.read(c.fields), pairs=pairs)}
+            cost = _cost(lambda c=call: c.read(calls.handle(), c.fields), pairs=pairs)
+            found[", ".join(call.fields)] = {"pace": pace, **cost}
     events = GpuEvents(nvml, [device])
     events.open()
     found["poll of events"] = {"pace": fields.FAST, **_cost(events.poll)}

@@ -1,6 +1,7 @@
 """Durable files: temporary file, fsync, rename, fsync of the folder. Appended lines are whole or absent.
 
 Files may be read by the group; whether the group gets to them is up to the run's folder (0700, or 0750 with --share).
+A umask that would close them to it is loosened for the processes of a run that is shared.
 """
 
 from __future__ import annotations
@@ -138,17 +139,41 @@ def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
     return found
 
 
-def make_folder(path: Path, *, mode: int = 0o750) -> None:
-    """Make ``path`` and what lacks above it, all with ``mode``, unlike mkdir's ``parents``."""
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what lacks above it, each as open to the group as the folder it is in."""
     if not path.is_dir():
-        make_folder(path.parent, mode=mode)
-        path.mkdir(mode=mode, exist_ok=True)
+        make_folder(path.parent)
+        claim_folder(path)
 
 
-def claim_folder(path: Path, *, mode: int = 0o750) -> bool:
-    """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not."""
+def claim_folder(path: Path, *, mode: int | None = None) -> bool:
+    """Make ``path``; False when somebody else made it first. mkdir is atomic on NFS and Lustre, file locks are not.
+
+    Whatever the umask, it gets ``mode``, or is as open to the group as the folder it is in.
+    """
+    wanted = 0o700 | (path.parent.stat().st_mode & 0o050) if mode is None else mode
     try:
-        path.mkdir(mode=mode)
+        path.mkdir(mode=wanted)
     except FileExistsError:
         return False
+    made = path.stat().st_mode
+    if made & 0o777 != wanted:
+        path.chmod(made & 0o7000 | wanted)  # a site may hand its group down with the setgid bit
     return True
+
+
+@contextlib.contextmanager
+def as_open_as(folder: Path) -> Iterator[None]:
+    """What is made here, or by a process that is started here, may be read by the group where ``folder`` may."""
+    before = as_open_from_now_on(folder)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def as_open_from_now_on(folder: Path) -> int:
+    """:func:`as_open_as` for the rest of a process and its children; returns the umask that was."""
+    before = os.umask(0o077)
+    os.umask(before & ~(folder.stat().st_mode & 0o050))
+    return before

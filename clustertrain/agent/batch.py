@@ -288,6 +288,7 @@ def main() -> int:
     signals = Signals()
     try:
         run = open_run(Path(os.environ[settings.RUN_DIR]))
+        fsio.as_open_from_now_on(run.path)
         spec = load_spec(run)
         backend = of_run("local" if settings.LOCAL_JOB in os.environ else "slurm")
         me = identify(os.environ, backend)

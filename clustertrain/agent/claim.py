@@ -178,7 +178,7 @@ def _furnish(run: RunDir, attempt: AttemptDir, me: Identity) -> Claim:
     allocation_s = me.end_time - clock.now() if me.end_time is not None else None
     deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run, allocation_s), signal_lead_s=first_lead_s(run))
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
-        folder.mkdir(mode=0o750)
+        fsio.make_folder(folder)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
     deadlines.write(attempt.deadline, deadline)
     return Claim(attempt=attempt, job_id=me.job_id, nodes=me.nodes, deadline=deadline)

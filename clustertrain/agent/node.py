@@ -24,6 +24,7 @@ from clustertrain.agent.surroundings import Job, look
 from clustertrain.agent.torchrun import AFTER_FAILURE_S
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
+from clustertrain.run import documents
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
 
@@ -65,9 +66,9 @@ def place_from(environ: Mapping[str, str]) -> Place:
         raise _unseen(node, run_dir, str(e)) from e
     if seen != environ[settings.NONCE]:
         raise _unseen(node, run_dir, "another attempt's nonce is there")
-    plan = fsio.read_json(run.plan)
-    if plan is None:
-        raise EnvironmentNotFit(f"{run.plan} is missing", fix="submit the run again")
+    plan, trouble = documents.read(run.plan)
+    if not plan:
+        raise EnvironmentNotFit(trouble or f"{run.plan} is missing", fix="submit the run again")
     return Place(
         run=run,
         attempt=attempt,
@@ -313,6 +314,7 @@ def main() -> int:
     proc.adopt_orphans()
     try:
         place = place_from(os.environ)
+        fsio.as_open_from_now_on(place.run.path)
     except ClusterTrainError as e:
         print(f"clustertrain agent: {e}", file=sys.stderr, flush=True)
         return e.exit_code

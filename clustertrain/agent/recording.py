@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from clustertrain import clock, fsio, proc
+from clustertrain import clock, proc
 from clustertrain.errors import ClusterTrainError
+from clustertrain.run import documents
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
@@ -59,7 +60,7 @@ class Recording:
         self._sampler: Sampler | None = None
         if not spec.enabled:
             return
-        job_id = str((fsio.peek_json(attempt.record) or {}).get("job_id") or "")
+        job_id = str(documents.peek(attempt.record).get("job_id") or "")
         first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
         self._watch = Watch(spec.alerts, node, log.write, run=run.id, job_id=job_id or None, telemetry=first_of_several)
         labels = Labels(run.id, job_id, attempt.n, node)

@@ -4,7 +4,9 @@ in them is :mod:`~clustertrain.checkpoint.manifest`'s.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ def of_save(root: Path, step: int, attempt: str, token: bytes) -> Path:
 
 def make(folder: Path) -> None:
     if not folder.parent.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+        fsio.make_folder(folder.parent)
         fsio.fsync_folder(folder.parent.parent)
-    folder.mkdir(mode=0o750)
+    if not fsio.claim_folder(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 
 
 def discard(folder: Path) -> None:
@@ -45,7 +48,7 @@ def discard(folder: Path) -> None:
 
 def sweep(root: Path) -> None:
     """Clear away what a killed save has left. Only the attempt that owns the run gets here."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o750)
+    fsio.make_folder(root)
     for old in root.glob(".old-step-*"):
         final = root / old.name.removeprefix(".old-")
         if final.exists():

@@ -28,7 +28,8 @@ POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
 def _say(run: RunDir, event: str, **fields: Any) -> None:
     from clustertrain.run.events import EventLog
 
-    log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
+    with fsio.as_open_as(run.path):
+        log = EventLog(run.events / f"{event}-{socket.gethostname()}-{os.getpid()}.jsonl")
     log.write(event, by=getpass.getuser(), **fields)
     log.close()
 
@@ -134,7 +135,7 @@ def wait_for(runs: Sequence[RunDir], name: str) -> int:
         while True:
             for seen in look_all(left):
                 if isinstance(seen, Unreadable):
-                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+                    raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
                 if seen.final:
                     click.echo(f"{seen.run.id}: {seen.state}", err=True)
                     completed &= seen.state == "completed"
@@ -169,7 +170,7 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     found = look_all(find_runs(names))
     for seen in found:
         if isinstance(seen, Unreadable):
-            raise ClusterTrainError(f"{seen.run.id}: {seen.error}")
+            raise ClusterTrainError(f"{seen.run.id}: {seen.error}", fix=seen.fix)
     looks = [seen for seen in found if not isinstance(seen, Unreadable)]
     ended = [f"{seen.run.id} has ended already: {seen.state}" for seen in looks if seen.final]
     if len(ended) == len(looks):
@@ -232,7 +233,8 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         if run.cancelled.exists():
             run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
         _say(run, "continued")
-        job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
+        with fsio.as_open_as(run.path):
+            job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
         _say(run, "continued", job_id=job_id, options=given)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})

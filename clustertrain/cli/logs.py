@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from clustertrain import clock, fsio
+from clustertrain import clock
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.folder import RunDir, readable
@@ -59,8 +59,10 @@ def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool, node: str 
 
 
 def _nodes(run: RunDir, attempt: int | None) -> list[str]:
-    records = [fsio.read_json(a.record) or {} for a in run.attempts() if attempt in (None, a.n)]
-    return list(dict.fromkeys(str(node) for record in records for node in record.get("nodes", ())))
+    from clustertrain.run import attempts
+
+    known = [attempts.read_one(run, a) for a in run.attempts() if attempt in (None, a.n)]
+    return list(dict.fromkeys(node for found in known for node in found.nodes))
 
 
 def _files(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> list[Path]:

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from clustertrain.run.folder import RunDir
     from clustertrain.run.goodput import Goodput
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 
 def seconds(text: str) -> float:
-    """``90``, ``90s``, ``10m``, ``1h``, ``2d`` or ``1h30m`` in seconds.
+    """A length of time as a recipe takes it, or a number of seconds.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is neither, or nothing.
     """
-    parts = re.fullmatch(r"(?:\d+(?:\.\d+)?[smhd])+", text)
-    if parts:
-        return sum(float(n) * _UNITS_S[u] for n, u in re.findall(r"(\d+(?:\.\d+)?)([smhd])", text))
-    if re.fullmatch(r"\d+(?:\.\d+)?", text):
-        return float(text)
-    raise UsageError(f"--since {text}: not a length of time", fix="write 90s, 10m, 1h or 1h30m")
+    from clustertrain.spec.durations import duration_s
+
+    found = float(text) if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text) else duration_s(text)
+    if found is None:
+        raise UsageError(f"--since {text}: not a length of time", fix="write 90s, 10min, 1h or 1h30m")
+    if found <= 0:
+        raise UsageError(f"--since {text}: must be longer than nothing", fix="write 90s, 10min, 1h or 1h30m")
+    return found
 
 
 class WithVerbs(click.Command):
@@ -84,8 +84,6 @@ def telemetry(
     file is written and nothing is shown, unless --json asks for it.
     """
     since_s = None if since is None else seconds(since)
-    if since_s is not None and since_s <= 0:
-        raise UsageError(f"--since {since}: must be longer than nothing", fix="write 90s, 10m, 1h or 1h30m")
     if html == "-":
         raise UsageError(
             "--html -: a page is a file, and does not go to standard output", fix="name one: --html report.html"

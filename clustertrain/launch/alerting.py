@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from clustertrain.spec.telemetry import AlertsSpec
@@ -10,17 +12,40 @@ from clustertrain.spec.telemetry import AlertsSpec
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-def notes(spec: AlertsSpec, *, share: bool) -> list[str]:
-    """``share``: the run's folder is open to the group."""
+def notes(spec: AlertsSpec, *, share: bool, environ: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """``share``: the run's folder is open to the group. ``environ`` is what the job inherits, ``given`` what ``--env``
+    and the recipe add to it."""
     found = []
     if spec.command and shutil.which(spec.command[0]) is None:
         missing = f"telemetry.alerts.command: no program {spec.command[0]!r} on this host"
         found.append(f"{missing}; alerts are sent from the compute nodes")
+    if spec.webhook_env:
+        found += _of_variable(spec.webhook_env, environ, given)
+    if spec.webhook_file:
+        found += _of_file(Path(spec.webhook_file))
     if not spec.webhook:
         return found
     parts = urlsplit(spec.webhook)
     if parts.scheme == "http" and parts.hostname not in _HERE:
         found.append(f"telemetry.alerts.webhook: {parts.hostname} gets the alerts, and the URL, without encryption")
-    if share:
-        found.append("telemetry.alerts.webhook stands in spec.toml, which --share lets the group read")
+    readers = "which --share lets the group read" if share else "in the clear"
+    found.append(f"telemetry.alerts.webhook stands in spec.toml, {readers}; webhook_env or webhook_file keep it out")
     return found
+
+
+def _of_variable(name: str, environ: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    if name in given:
+        return [f"telemetry.alerts.webhook_env: {name} is given by --env or [env], which stand in spec.toml and job.sh"]
+    if name not in environ:
+        return [f"telemetry.alerts.webhook_env: {name} is not set here, and the job inherits this environment"]
+    return []
+
+
+def _of_file(path: Path) -> list[str]:
+    try:
+        mode = path.stat().st_mode
+    except OSError as e:
+        return [f"telemetry.alerts.webhook_file: {path}: {e.strerror} on this host; every node must see it"]
+    if mode & 0o077:
+        return [f"telemetry.alerts.webhook_file: {path} may be read by others; chmod 600 closes it"]
+    return []

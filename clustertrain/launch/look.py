@@ -24,6 +24,7 @@ class Unreadable:
 
     run: RunDir
     error: str
+    fix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,4 +168,6 @@ def _look_or_say(run: RunDir, views: dict[str, JobView], silent: Set[str]) -> Lo
         with readable():
             return look(run, None if backend_of(run).name in silent else views)
     except _DAMAGE as e:
-        return Unreadable(run, e.message if isinstance(e, ClusterTrainError) else f"{type(e).__name__}: {e}")
+        if isinstance(e, ClusterTrainError):
+            return Unreadable(run, e.message, e.fix)
+        return Unreadable(run, f"{type(e).__name__}: {e}")

@@ -87,7 +87,6 @@ def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Pat
     try:
         for entry in entries:
             _copy(root, entry, scratch)
-        scratch.chmod(0o755)
         scratch.rename(target)
     except OSError as e:
         raise ConfigError(f"the code in {root} could not be copied: {e}") from e
@@ -193,6 +192,17 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
         f"the code in {root} is {total / _MIB:.1f} MiB, more than {limit_mib} MiB; the largest files:{shown}",
         fix="name what is not code in .gitignore, or raise --snapshot-limit-mib",
     )
+
+
+def open_to(target: Path, group: int) -> None:
+    """``group``: the bits that each folder there has for it, and that files have where their owner does."""
+    for folder, _, files in os.walk(target):
+        Path(folder).chmod(0o700 | group)
+        for name in files:
+            path = Path(folder, name)
+            if not path.is_symlink():
+                mode = path.stat().st_mode
+                path.chmod(mode | (mode >> 3 & group))
 
 
 def _copy(root: Path, entry: _Entry, scratch: Path) -> None:

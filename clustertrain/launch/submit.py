@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -55,13 +56,15 @@ def submit(request: SubmitRequest) -> Submitted:
     notes = [*prepared.plan.warnings, *check(prepared), *prepared.backend.advice(prepared.spec.job.partition)]
     run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
-        taken = take_code(request, prepared, run.code)
-        write(prepared, run, taken, collect(request, taken))
+        with fsio.as_open_as(run.path):
+            taken = take_code(request, prepared, run.code)
+            write(prepared, run, taken, collect(request, taken))
     except BaseException:
         remove(run, prepared.spec)
         raise
     try:
-        job_id = prepared.backend.submit(Submission(run, environ=request.environ))
+        with fsio.as_open_as(run.path):  # Slurm gives its job.log the umask of the submission
+            job_id = prepared.backend.submit(Submission(run, environ=request.environ))
     except ClusterTrainError:
         # Not for other exceptions: a Ctrl-C may come after sbatch has taken the job, which then needs its folder.
         remove(run, prepared.spec)
@@ -72,7 +75,8 @@ def submit(request: SubmitRequest) -> Submitted:
 
 def announce(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) -> Submitted:
     """Write down that the backend has taken the run."""
-    log = EventLog(run.events / "submit.jsonl")
+    with fsio.as_open_as(run.path):
+        log = EventLog(run.events / "submit.jsonl")
     log.write("submitted", job_id=job_id, backend=backend)
     log.close()
     return Submitted(run, job_id, backend, PENDING.lower(), tuple(notes))
@@ -107,7 +111,8 @@ def check(prepared: Prepared) -> list[str]:
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
     found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
-    found += alerting.notes(prepared.spec.recipe.telemetry.alerts, share=prepared.spec.job.share)
+    alerts = prepared.spec.recipe.telemetry.alerts
+    found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
     return [note for note in found if note]
 
 
@@ -161,7 +166,9 @@ def _refuse_home_characters(*, slurm: bool) -> None:
 def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
     if prepared.code is None:
         return None
-    return snapshot.take(prepared.code, target, limit_mib=request.snapshot_limit_mib, without=settings.home())
+    taken = snapshot.take(prepared.code, target, limit_mib=request.snapshot_limit_mib, without=settings.home())
+    snapshot.open_to(target, 0o050 if prepared.spec.job.share else 0o000)
+    return taken
 
 
 def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
@@ -210,10 +217,11 @@ def _make_checkpoints(run: RunDir, spec: RunSpec) -> None:
     target = _checkpoint_target(run, spec)
     try:
         if target is None:
-            run.checkpoints.mkdir(mode=mode)
+            fsio.claim_folder(run.checkpoints, mode=mode)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.mkdir(mode=mode)
+            if not fsio.claim_folder(target, mode=mode):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             run.checkpoints.symlink_to(target)
     except OSError as e:
         raise ConfigError(f"no folder for checkpoints: {e}", fix="choose another --checkpoint-dir") from e

@@ -116,24 +116,28 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
     made: list[tuple[RunDir, Task]] = []
     try:
         # One snapshot, to which every run has a link: the same code for all, however many they are.
-        taken = submit.take_code(request, first, sweep / "code")
+        with fsio.as_open_as(sweep):
+            taken = submit.take_code(request, first, sweep / "code")
         made_from = submit.collect(request, taken)
         for n, task in enumerate(tasks):
             run = folder.create(task.prepared.spec.job.name, share=job.share)
             made.append((run, task))
             if taken is not None:
                 run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
-            submit.write(task.prepared, run, taken, {**made_from, "sweep": {"id": sweep.name, "set": task.values}})
+            with fsio.as_open_as(run.path):
+                submit.write(task.prepared, run, taken, {**made_from, "sweep": {"id": sweep.name, "set": task.values}})
             (sweep / str(n)).symlink_to(Path("../../runs", run.id))
         script = _array_script(tasks, sweep.name, at_once)
         if script is not None:
-            fsio.write_text(sweep / "job.sh", script, mode=0o740 if job.share else 0o700)
+            with fsio.as_open_as(sweep):
+                fsio.write_text(sweep / "job.sh", script, mode=0o740 if job.share else 0o700)
     except BaseException:
         _remove(sweep, made)
         raise
     array = ArraySubmission(sweep, [run for run, _ in made], at_once, request.environ)
     try:
-        job_ids = first.backend.submit_array(array)
+        with fsio.as_open_as(sweep):
+            job_ids = first.backend.submit_array(array)
     except ClusterTrainError:
         _remove(sweep, made)  # and not after a Ctrl-C: see submit
         raise

@@ -21,7 +21,7 @@ from clustertrain.errors import ClusterTrainError, NotReadable
 from clustertrain.launch.look import Look, look
 from clustertrain.report import pace
 from clustertrain.report.event_words import in_words
-from clustertrain.run import beat, events, rows
+from clustertrain.run import beat, documents, events, rows
 from clustertrain.run.events import Event
 from clustertrain.run.folder import AttemptDir, RunDir, readable
 from clustertrain.run.spec import load_spec
@@ -220,19 +220,19 @@ class _Attempt:
         self._read_nodes()
         self._read_metrics()
         log = self._read_events()
-        expected = (fsio.peek_json(self.dir.record) or {}).get("nodes", ()) if not self._nodes else ()
+        expected = _nodes_of(self.dir) if not self._nodes else ()
         steps = [r.step for r in self._table if r.step is not None]
         recent = pace.recent(self._rows)
         step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
-        deadline = fsio.peek_json(self.dir.deadline) if running else None
+        deadline = documents.peek(self.dir.deadline).get("end_time") if running else None
         return msgspec.structs.replace(
             frame,
             attempt=self.dir.n,
             step=step,
-            nodes=[_node(n, now, running) for n in self._nodes] + [_silent(str(n), frame) for n in expected],
+            nodes=[_node(n, now, running) for n in self._nodes] + [_silent(n, frame) for n in expected],
             rows=self._table,
             events=_told(log),
-            allocation_ends=(deadline or {}).get("end_time"),
+            allocation_ends=deadline if documents.is_number(deadline) else None,
             **pace.of(recent, log, step, frame.total_steps, now if running else None),
         )
 
@@ -269,7 +269,7 @@ class _Attempt:
         if mark != self._rows_mark:
             self._rows_mark, self._rows = (
                 mark,
-                [r for r in rows.last(self._metrics, METRICS_BYTES) if _is_number(r.get("t"))],
+                [r for r in rows.last(self._metrics, METRICS_BYTES) if documents.is_number(r.get("t"))],
             )
 
     def _read_events(self) -> list[Event]:
@@ -311,8 +311,9 @@ class _Attempt:
         }
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _nodes_of(attempt: AttemptDir) -> list[str]:
+    nodes = documents.peek(attempt.record).get("nodes")
+    return [node for node in nodes if isinstance(node, str)] if isinstance(nodes, list) else []
 
 
 def _mark(path: Path) -> tuple[int, int]:

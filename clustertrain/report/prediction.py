@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain import fsio
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.planner import Time
-from clustertrain.run import measured
+from clustertrain.run import documents, measured
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry.analysis import peak
 
@@ -53,8 +52,8 @@ def of_run(run: RunDir) -> Prediction:
     """Of all attempts on as many ranks as were planned; what is still going counts as far as it is. Without a plan that
     reads there is nothing to compare with."""
     try:
-        planned = msgspec.convert(fsio.read_json(run.plan), _Planned)
-    except (ValueError, msgspec.ValidationError):  # missing, damaged, or of another version
+        planned = msgspec.convert(documents.read(run.plan).value, _Planned)
+    except msgspec.ValidationError:  # missing, damaged, or of another version
         return Prediction()
     alike, others = measured.by_world_size(run, planned.world_size)
     speed = measured.speed(run, alike)

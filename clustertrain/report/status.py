@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain import fsio
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
+from clustertrain.run import attempts, documents
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
         head.add_row("waits for", f"{seen.view.reason or 'the scheduler'}{estimate}")
     if seen.silence:
         head.add_row("note", Text(f"the scheduler gave no answer: {seen.silence}", style="red"))
+    for words in attempts.troubles(seen.run, seen.history):
+        head.add_row("note", Text(words, style="red"))
     stopped = seen.history[-1].stopped if seen.history else None
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
@@ -83,7 +85,7 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
 
 def _layout_of(run: RunDir) -> str:
     try:
-        return msgspec.convert((fsio.read_json(run.plan) or {}).get("layout"), Layout).words()
+        return msgspec.convert(documents.read(run.plan).value.get("layout"), Layout).words()
     except msgspec.ValidationError:  # of another version
         return "-"
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
-from clustertrain.run import events, metrics
+from clustertrain.run import documents, events, metrics
 from clustertrain.run.folder import AttemptDir, RunDir
 
 
@@ -30,11 +29,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     committed_step: int | None  # the newest that this attempt committed
     requeued: str | None  # how: requeue, resubmit, slurm
     stopped: str | None  # why the run will not be continued
+    trouble: str | None = None  # what of its attempt.json does not read, and was left out
 
     @property
     def progressed(self) -> bool:
         """It committed a step that was not there before."""
         return self.committed_step is not None and self.committed_step > (self.restored_step or 0)
+
+
+_RECORD = {"job_id": str, "restart": float, "nodes": list, "host": str, "t": float}
 
 
 def _number(event: events.Event | None, key: str) -> Any:
@@ -47,7 +50,7 @@ def _known(*values: Any) -> Any:
 
 def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.of_attempt(attempt)
-    record = fsio.read_json(attempt.record) or {}
+    record, trouble = documents.read(attempt.record, _RECORD)
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
     restored = events.last(log, "restored")
@@ -56,11 +59,11 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
     return Attempt(
         n=attempt.n,
-        job_id=str(record.get("job_id", "")),
+        job_id=record.get("job_id", ""),
         restart=int(record.get("restart", 0)),
-        nodes=tuple(record.get("nodes", ())),
-        host=str(record.get("host", "")),
-        start=_known(_number(started, "t"), record.get("t")),
+        nodes=tuple(node for node in record.get("nodes", ()) if isinstance(node, str)),
+        host=record.get("host", ""),
+        start=_known(_number(started, "t"), began if events.is_time(began := record.get("t")) else None),
         end=_known(_number(ended, "at"), _number(ended, "t")),
         ending=_number(ended, "ending"),
         reason=_number(ended, "reason"),
@@ -70,7 +73,18 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         committed_step=max(checkpoints, default=None),
         requeued=_number(events.last(log, "requeued"), "how"),
         stopped=_number(events.last(log, "stopped"), "why"),
+        trouble=trouble,
     )
+
+
+def troubles(run: RunDir, history: Sequence[Attempt]) -> list[str]:
+    """What of the attempts' records and of the plan does not read, with paths within the run's folder."""
+    try:
+        plan = documents.read(run.plan).trouble
+    except PermissionError:
+        plan = f"{run.plan}: you may not read it"
+    found = [words for words in (*(a.trouble for a in history), plan) if words is not None]
+    return [words.removeprefix(f"{run.path}/") for words in found]
 
 
 def read_all(run: RunDir) -> list[Attempt]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio
+from clustertrain.run.documents import is_a, is_number
 from clustertrain.run.folder import AttemptDir, RunDir
 
 Event = dict[str, Any]
@@ -61,7 +62,6 @@ _KINDS: dict[str, type] = {
     "options": dict,
 }
 _LAST_T = 253402300800.0  # the year 10000, which no calendar of Python's has
-_MOST = 2.0**63
 
 
 def sound(records: Iterable[Event]) -> list[Event]:
@@ -70,19 +70,17 @@ def sound(records: Iterable[Event]) -> list[Event]:
     found = []
     for record in records:
         t, name = record.get("t"), record.get("event")
-        if not (isinstance(name, str) and _is(t, float) and 0 <= float(t or 0) < _LAST_T):
+        if not (isinstance(name, str) and is_time(t)):
             continue
-        event = {k: v for k, v in record.items() if k not in _KINDS or _is(v, _KINDS[k])}
+        event = {k: v for k, v in record.items() if k not in _KINDS or is_a(v, _KINDS[k])}
         if name != "checkpoint" or "step" in event:  # without it nobody could tell which one it was
             found.append(event)
     return found
 
 
-def _is(value: Any, kind: type) -> bool:
-    """Numbers are finite and fit into 64 bits; True is none."""
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
-    return isinstance(value, kind)
+def is_time(value: Any) -> bool:
+    """UTC epoch s that a calendar has."""
+    return is_number(value) and 0 <= value < _LAST_T
 
 
 def _merge(files: Iterable[Path]) -> list[Event]:

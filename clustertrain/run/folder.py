@@ -202,7 +202,7 @@ def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path
             if fsio.claim_folder(path, mode=mode):
                 break
         for inner in inside:
-            (path / inner).mkdir(mode=0o750)
+            fsio.claim_folder(path / inner)
         if share:
             # The way down to it must be open too, and an earlier, private run may have closed it.
             for above in (folder, folder.parent):

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -58,7 +59,25 @@ class Goodput(msgspec.Struct, kw_only=True):
     data_wait_s: float = 0.0
 
 
-def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, *, waiting: bool = False) -> Goodput:
+class Stretch(NamedTuple):
+    """A part of a run: one attempt with the wait before it, and only from ``since`` (UTC epoch s) on."""
+
+    attempt: int | None = None
+    since: float = -math.inf
+
+
+ALL = Stretch()
+
+
+def ledger(
+    run: RunDir,
+    history: Sequence[Attempt],
+    now: float,
+    finished: bool,
+    *,
+    waiting: bool = False,
+    of: Stretch = ALL,
+) -> Goodput:
     """The ledger up to ``now`` (UTC epoch s), or up to the end where the run has ``finished``. ``waiting``: its job is
     in the scheduler's queue, perhaps put back without a word of the last attempt."""
     total = Goodput()
@@ -70,15 +89,17 @@ def ledger(run: RunDir, history: Sequence[Attempt], now: float, finished: bool, 
     reached = 0
     for i, attempt in enumerate(history):
         start = edge if attempt.start is None else max(attempt.start, edge)
-        total.queue_s += start - _waits_from(log, edge, start)
-        told = _Told(run, attempt)
+        # Of the others is asked alone how far they came.
+        book = total if of.attempt in (None, attempt.n) else Goodput()
+        book.queue_s += max(0.0, start - max(_waits_from(log, edge, start), of.since))
+        told = _Told(run, attempt, of.since)
         following = next((a.start for a in history[i + 1 :] if a.start is not None), None)
         running = attempt.end is None and not finished and not waiting and i == len(history) - 1
         edge = _end_of(attempt, start, told.last_sign(), following, now if running else None)
-        reached = told.account(total, (start, edge), reached, running)
+        reached = told.account(book, (start, edge), reached, running)
     until = now if waiting else _queued_until(log, history, now, finished)
-    if until > edge:
-        total.queue_s += until - _waits_from(log, edge, until)
+    if until > edge and of.attempt is None:
+        total.queue_s += max(0.0, until - max(_waits_from(log, edge, until), of.since))
     total.wall_s = math.fsum(getattr(total, part) for part in PARTS)
     held_s = total.wall_s - total.queue_s
     total.ratio = total.productive_s / total.wall_s if total.wall_s > 0 else 0.0
@@ -114,10 +135,11 @@ def _end_of(attempt: Attempt, start: float, last_sign: float, following: float |
 
 
 class _Told:
-    """What one attempt's events and rows say."""
+    """What one attempt's events and rows say of the time from ``since`` on."""
 
-    def __init__(self, run: RunDir, attempt: Attempt) -> None:
+    def __init__(self, run: RunDir, attempt: Attempt, since: float) -> None:
         self._attempt = attempt
+        self._since = since
         self._log = events.of_attempt(run.attempt(attempt.n))
         self._rows = run.metrics_of(attempt.n)
         last = metrics.last_row(self._rows)
@@ -138,7 +160,7 @@ class _Told:
         begin = min(max(began, start), end)
         finish = min(max(float(self._last["t"]), begin), end) if self._last else begin
         self._fill(total, (start, begin), "startup_s")
-        self._fill(total, (begin, finish), "other_s", self._steps(reached))
+        self._fill(total, (begin, finish), "other_s", self._steps(reached, begin))
         orderly = events.last(self._log, "stop_agreed") is not None or self._attempt.ending == endings.COMPLETED
         self._fill(total, (finish, end), "other_s" if running else "shutdown_s" if orderly else "lost_s")
         return max(reached, int(self._last["step"])) if self._last else reached
@@ -169,6 +191,7 @@ class _Told:
     ) -> None:
         """Add what lies in ``span``: what was measured, shrunk where there is not room for all of it, and in ``rest``
         what nothing else claims."""
+        span = max(span[0], self._since), max(span[1], self._since)
         length = span[1] - span[0]
         claims = {
             "restore_s": self._overlap(span, "restored", "restore_s", "restore_s"),
@@ -193,10 +216,12 @@ class _Told:
             found.append(max(0.0, min(begin + seconds, span[1]) - max(begin, span[0])))
         return math.fsum(found)
 
-    def _steps(self, reached: int) -> dict[str, float]:
+    def _steps(self, reached: int, begin: float) -> dict[str, float]:
         """The steps' own seconds, from the rows."""
         if self._last is None:
             return {}
+        if begin < self._since:
+            return _since(self._rows, self._since, reached)
         steps_s, repeated_s = _sums(self._rows, self._last, reached)
         warm_s = min(_warm_up_s(self._rows), steps_s)
         # The first step is among the repeated ones where there are any.
@@ -220,6 +245,20 @@ def _sums(path: Path, last: rows.Row, reached: int) -> tuple[float, float]:
         again = math.fsum(s for n, s in pairs if n <= reached)
     total = max(0.0, float(total))
     return total, min(max(0.0, again), total)
+
+
+def _since(path: Path, since: float, reached: int) -> dict[str, float]:
+    """The seconds of an attempt's last steps; of the one that was under way, its share."""
+    found = rows.columns(path, ("step", "t", "step_s", "data_wait_s"))
+    claims = dict.fromkeys(("productive_s", "repeated_s", "startup_s", "data_wait_s"), 0.0)
+    for i, (step, t, step_s, wait_s) in enumerate(zip(*found.values(), strict=True)):
+        if t > since and step_s > 0:
+            inside_s = min(step_s, t - since)
+            warm_s = min(_warm_up_s(path), inside_s) if i == 0 else 0.0
+            claims["startup_s"] += warm_s
+            claims["repeated_s" if step <= reached else "productive_s"] += inside_s - warm_s
+            claims["data_wait_s"] += min(wait_s, step_s) * inside_s / step_s if wait_s > 0 else 0.0
+    return claims
 
 
 def _warm_up_s(path: Path) -> float:

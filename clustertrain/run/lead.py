@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from clustertrain import fsio
-from clustertrain.run import events, rows
+from clustertrain.run import documents, events, rows
 from clustertrain.run.folder import RunDir
 
 DEFAULT_LEAD_S = 120.0
@@ -13,8 +12,8 @@ EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and t
 
 def first_lead_s(run: RunDir) -> float:
     """What the plan took from the cluster profile, and job.sh asks Slurm for with `--signal`."""
-    plan = fsio.read_json(run.plan) or {}
-    return float(plan.get("signal_lead_s") or DEFAULT_LEAD_S)
+    lead = documents.read(run.plan).value.get("signal_lead_s")
+    return float(lead) if lead and documents.is_number(lead) else DEFAULT_LEAD_S
 
 
 def lead_s(run: RunDir, allocation_s: float | None) -> float:

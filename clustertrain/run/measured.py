@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
-from clustertrain.run import events, rows
+from clustertrain.run import documents, events, rows
 from clustertrain.run.folder import AttemptDir, RunDir
 
 # Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
@@ -48,7 +47,7 @@ def speed(run: RunDir, attempts: Sequence[AttemptDir]) -> Speed:
 
 
 def _numbers(found: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [float(v) for row in found if isinstance(v := row.get(key), (int, float))]
+    return [float(v) for row in found if documents.is_number(v := row.get(key))]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -62,8 +61,8 @@ def peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | N
     its end does.
     """
     for attempt in reversed(attempts):
-        results = [fsio.peek_json(path) or {} for path in sorted(attempt.results.glob("*.json"))]
-        told: list[dict[str, Any]] = [rank for result in results for rank in result.get("ranks", ())]
+        results = [documents.peek(path).get("ranks") for path in sorted(attempt.results.glob("*.json"))]
+        told = [rank for ranks in results if isinstance(ranks, list) for rank in ranks if isinstance(rank, dict)]
         peaks = _numbers([*told, *rows.sample(run.metrics_of(attempt.n))], "peak_allocated_gib")
         if peaks:
             return max(peaks)

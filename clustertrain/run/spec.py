@@ -7,6 +7,8 @@ from clustertrain.run.folder import RunDir, refused
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.strict import build, read_toml
 
+_FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
+
 
 def load_spec(run: RunDir) -> RunSpec:
     """Raises ConfigError when spec.toml is missing or not what submit wrote, NotReadable when it may not be read."""
@@ -15,5 +17,13 @@ def load_spec(run: RunDir) -> RunSpec:
     except ConfigError as e:
         if isinstance(e.__cause__, PermissionError):
             raise refused(run.spec) from e
-        raise
-    return build(document, RunSpec, str(run.spec))
+        raise _of_a_run(e) from e
+    try:
+        return build(document, RunSpec, str(run.spec))
+    except ConfigError as e:
+        raise _of_a_run(e) from e
+
+
+def _of_a_run(e: ConfigError) -> ConfigError:
+    """Nobody writes spec.toml but submit, so a word on how to mend the value would mislead."""
+    return ConfigError(e.message, fix=_FIX)

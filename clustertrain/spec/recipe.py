@@ -15,6 +15,7 @@ import msgspec
 from clustertrain.spec import agreement
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.data import DataKind, DataSpec
+from clustertrain.spec.durations import duration_s
 from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
 from clustertrain.spec.objective import ObjectiveKind, ObjectiveSpec
@@ -40,8 +41,6 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 
 AUTO = "auto"
-_UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*"
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -201,15 +200,15 @@ def check_every(name: str, every: int | str) -> None:
 
 
 def seconds_of(name: str, text: str) -> float:
-    """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds.
+    """A length of time in seconds.
 
     Raises:
-        ValueError: it is none of these; names ``name``.
+        ValueError: it is none; names ``name``.
     """
-    parts = re.findall(_DURATION, text)
-    if not parts or not re.fullmatch(rf"(?:{_DURATION})+", text):
+    found = duration_s(text)
+    if found is None:
         raise ValueError(f'{name} = {text!r}: must be a number of steps, a time ("30s", "10min", "2h") or "auto"')
-    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    return found
 
 
 class RehearsalSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

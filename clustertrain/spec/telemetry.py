@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     xid: bool = True  # the driver reported an error of a GPU
     command: list[str] = []  # a program and its arguments, run without a shell; the alert is JSON on its input
     webhook: str = ""  # a URL that gets the alert as JSON, by POST
+    webhook_env: str = ""  # the environment variable of the job that holds it, so that it is written nowhere
+    webhook_file: str = ""  # or the file, whose first line it is
 
     def __post_init__(self) -> None:
         for name in ("idle_min", "throttle_min", "hang_min"):
@@ -34,8 +37,22 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             within(name, getattr(self, name), 0.0, 1.0)
         if self.command and not self.command[0]:
             raise ValueError(f"command = {self.command!r}: begins with an empty name")
-        if self.webhook and not _is_url(self.webhook):
+        if self.webhook and not is_url(self.webhook):
             raise ValueError(f"webhook = {self.webhook!r}: must be a URL, as https://host/path")
+        if self.webhook_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.webhook_env):
+            # Not quoted: who mistakes it for the value would find that in every log.
+            raise ValueError("webhook_env: must be the name of an environment variable, not its value")
+        if self.webhook_file and not PurePosixPath(self.webhook_file).is_absolute():
+            raise ValueError(
+                f"webhook_file = {self.webhook_file!r}: must be an absolute path, which every node of the job sees"
+            )
+        named = [name for name in ("webhook", "webhook_env", "webhook_file") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are given: keep one of them")
+
+    @property
+    def has_webhook(self) -> bool:
+        return bool(self.webhook or self.webhook_env or self.webhook_file)
 
     def public(self) -> AlertsSpec:
         """Without what may be a secret, as valid as before: the arguments of the command, all but the webhook's
@@ -81,7 +98,7 @@ class TelemetrySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         within("flush_s", self.flush_s, self.interval_s, 600.0)
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
     """Of a web server, as an HTTP client takes it: what is not ASCII, and spaces, are to be encoded."""
     if not all("!" <= c <= "~" for c in text):
         return False

@@ -9,12 +9,12 @@ import contextlib
 import os
 import threading
 import traceback
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from clustertrain import clock
 from clustertrain.run import beat
@@ -30,6 +30,7 @@ from clustertrain.telemetry.snapshot import Snapshot
 from clustertrain.telemetry.telling import Observer, OnEvent, Telling
 
 NAN = float("nan")
+_BLANK = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in (fields.FAST, fields.SLOW)}
 
 
 class Intervals(msgspec.Struct, frozen=True):
@@ -88,7 +89,7 @@ class Sampler:
         self._readers: list[GpuReader] = []
         self._facts: list[GpuFacts] = []
         self._columns: dict[fields.Pace, list[str]] = {}
-        self._newest: dict[fields.Pace, list[float]] = {}
+        self._newest: dict[fields.Pace, array[float]] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._write_failed = False
         self._begin = 0.0
@@ -200,7 +201,7 @@ class Sampler:
         share = allocation.allocated(self._environ)
         fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
-        self._newest = {pace: [NAN] * len(columns) for pace, columns in self._columns.items()}
+        self._newest = {pace: array("d", [NAN]) * len(columns) for pace, columns in self._columns.items()}
         self._writer.begin(
             Header(
                 node=self._node,
@@ -231,38 +232,37 @@ class Sampler:
         row = self._gpu_values(fields.FAST)
         for rank in self._ranks:
             b = beats.get(rank)
-            row += [NAN] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
+            row += [None] * 5 if b is None else [b.step, b.phase, b.tokens, b.data_wait_s, b.forward_s]
         self._put(fields.FAST, at, row)
         if self._events is not None:
             self._tell.errors(self._events.poll(), self._facts, at)
 
     def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
         at = self._elapsed()
-        row = [*self._gpu_values(fields.SLOW), *map(_float, host.read())]
+        row = [*self._gpu_values(fields.SLOW), *host.read()]
         self._reasons(at, "host", host.reasons)
         found = processes.read({rank: b.pid for rank, b in beats.items()})
         job = None if found is None else found.job
-        row += [NAN] * 3 if job is None else [job.memory_bytes, job.cpu_s, job.processes]
+        row += [None] * 3 if job is None else [job.memory_bytes, job.cpu_s, job.processes]
         for rank in self._ranks:
             figures = None if found is None else found.ranks.get(rank)
-            row += [NAN] * 2 if figures is None else [figures.memory_bytes, figures.cpu_s]
+            row += [None] * 2 if figures is None else [figures.memory_bytes, figures.cpu_s]
         self._put(fields.SLOW, at, row)
 
-    def _gpu_values(self, pace: fields.Pace) -> list[float]:
-        row: list[float] = []
+    def _gpu_values(self, pace: fields.Pace) -> list[float | None]:
+        row: list[float | None] = []
         at = self._elapsed()
-        blank = [NAN] * sum(f.pace == pace for f in fields.GPU)
         for number, reader in enumerate(self._readers):
-            values = reader.read(pace)
-            row += blank if values is None else map(_float, values)
+            row += reader.read(pace) or _BLANK[pace]
             self._reasons(at, f"gpu{number}", reader.reasons)
             if self._tell.health(reader.device, reader.lost) and self._events is not None:
                 self._events.open()  # it came back
         return row
 
-    def _put(self, pace: fields.Pace, at: float, row: list[float]) -> None:
-        self._newest[pace] = row
-        (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, np.array(row, dtype=np.float64))
+    def _put(self, pace: fields.Pace, at: float, row: list[float | None]) -> None:
+        values = array("d", [NAN if value is None else value for value in row])
+        self._newest[pace] = values
+        (self._writer.fast if pace == fields.FAST else self._writer.slow)(at, values)
 
     def _observe(self) -> None:
         if not self._tell.observers:
@@ -275,7 +275,7 @@ class Sampler:
 
     def _reasons(self, at: float, device: str, reasons: Mapping[str, str]) -> None:
         """Write the reasons that have changed."""
-        known = self._told_of.setdefault(device, {})
+        known = self._told_of.get(device, {})
         if known == reasons:
             return
         for field in known.keys() | reasons.keys():
@@ -330,7 +330,3 @@ class Sampler:
             if not self._write_failed:
                 self._write_failed = True
                 self._tell.event("telemetry_failed", reason=f"the samples could not be written, and are kept: {e}")
-
-
-def _float(value: float | None) -> float:
-    return NAN if value is None else value

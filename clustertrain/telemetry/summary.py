@@ -235,7 +235,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``coverage`` is samples received / samples expected while the agents were up, None when none was expected.
-    ``enabled``: the recipe has telemetry on. ``device``: ``cuda`` or ``cpu``, as planned."""
+    ``goodput`` and ``waste`` are of the attempt and the time that were asked for. ``enabled``: the recipe has telemetry
+    on. ``device``: ``cuda`` or ``cpu``, as planned."""
 
     run: str
     job_id: str | None

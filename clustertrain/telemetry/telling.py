@@ -59,7 +59,8 @@ class Telling:
         """What the driver told until ``at`` (monotonic s): all of it to who watches, to the events no storm."""
         for e in found:
             self._to_all("event", e.kind, e.uuid, xid=e.xid, count=e.count)
-        self._write(self._storm.due(found, at), facts)
+        if found or self._storm.holds:
+            self._write(self._storm.due(found, at), facts)
 
     def rest(self, facts: Sequence[GpuFacts]) -> None:
         """At the end: the errors that were held back."""

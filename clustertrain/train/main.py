@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clustertrain import settings
+from clustertrain import fsio, settings
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir, open_run
 from clustertrain.run.spec import load_spec
@@ -23,7 +23,7 @@ from clustertrain.run.spec import load_spec
 
 def redirect_output(log: Path) -> None:
     """Append file descriptors 1 and 2 to ``log``: what C libraries and children print goes there too."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    fsio.make_folder(log.parent)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -59,6 +59,19 @@ def below(run: Run) -> list[psutil.Process]:
     return found
 
 
+def test_the_group_may_read_all_of_a_shared_run(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        run = submitted(*ALONE, "--share", str(runs.write_recipe(tmp_path, steps=4)))
+    finally:
+        os.umask(before)
+    run.complete()
+    for path in (run.path, *run.path.rglob("*")):
+        wanted = 0o050 if path.is_dir() else 0o040
+        assert path.stat().st_mode & wanted == wanted, path
+        assert not path.stat().st_mode & 0o027, path
+
+
 def test_preempted_twice_on_purpose_it_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, more="[rehearsal]\npreempt_at_steps = [20, 60]\n")
     run = submitted(*PAIR, str(recipe))

@@ -20,6 +20,7 @@ import msgspec
 from clustertrain import proc
 from clustertrain.errors import CommandFailed
 from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry.alerts import address
 from clustertrain.telemetry.alerts.alert import CLEARED, Alert
 
 WAITING = 50  # alerts in the queue; more are dropped and counted
@@ -59,7 +60,7 @@ class Notifier:
     def send(self, alerts: Iterable[Alert]) -> None:
         """Hand over, from any thread; returns at once but for the line in the events."""
         for alert in alerts:
-            if (self._spec.command or self._spec.webhook) and not self._quiet.is_set():
+            if (self._spec.command or self._spec.has_webhook) and not self._quiet.is_set():
                 with self._starting:
                     self._enqueue(alert)
             self._on_event("alert", **_fields(alert))
@@ -103,7 +104,7 @@ class Notifier:
             body = msgspec.json.encode(message(alert, self._run, self._job_id))
             if self._spec.command:
                 self._try("command", self._command, body)
-            if self._spec.webhook:
+            if self._spec.has_webhook:
                 self._try("webhook", self._webhook, body)
 
     def _try(self, way: str, deliver: Callable[[bytes], None], body: bytes) -> None:
@@ -124,7 +125,7 @@ class Notifier:
         if self._quiet.is_set() or self._failing.get(way) == reason:
             return
         self._failing[way] = reason
-        to = {"command": self._spec.command[:1], "webhook": [shown(self._spec.webhook)]}.get(way, [])
+        to = {"command": self._spec.command[:1], "webhook": [address.shown(self._spec)]}.get(way, [])
         self._on_event("alert_not_delivered", way=way, to="".join(to), reason=reason)
         print(f"clustertrain agent: an alert was not delivered by {way} {''.join(to)}: {reason}", file=sys.stderr)
 
@@ -133,11 +134,15 @@ class Notifier:
 
     def _webhook(self, body: bytes) -> None:
         try:
-            post(self._spec.webhook, body)
+            url = address.of(self._spec)
+        except address.NoAddress as e:
+            raise _NotDelivered(str(e)) from None
+        try:
+            post(url, body)
         except _NotDelivered as e:
             if not e.again or self._quiet.wait(PAUSE_S):
                 raise
-            post(self._spec.webhook, body)
+            post(url, body)
 
 
 def post(url: str, body: bytes, timeout_s: float = WEBHOOK_S) -> None:
@@ -187,12 +192,6 @@ def _login(parts: SplitResult) -> dict[str, str]:
         return {}
     word = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return {"Authorization": "Basic " + base64.b64encode(word.encode()).decode()}
-
-
-def shown(url: str) -> str:
-    """``https://host/…``: of a webhook's URL all but the host may be a secret."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}/…"
 
 
 def in_words(alert: Alert) -> str:

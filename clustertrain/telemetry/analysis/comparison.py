@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
 from clustertrain.errors import ConfigError
-from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import PARTS
-from clustertrain.run.spec import load_spec
 from clustertrain.telemetry.analysis.query import summarize
+from clustertrain.telemetry.analysis.settings import Setting, differences, settings_of
 from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary
 
 
@@ -30,7 +29,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """``difference`` is b - a and ``ratio`` b / a, None where one is missing; ``missing`` says why, by side. ``better``
     is ``lower`` or ``higher``, None where neither is, or where the runs had different numbers of GPUs and the figure is
-    of all of them."""
+    of all of them, or batches of different sizes and it is of a step."""
 
     unit: str
     a: float | None
@@ -41,17 +40,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     missing: dict[str, str] = {}
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """Something that was set or planned otherwise, by its name in ``plan --json`` or in the recipe."""
-
-    key: str
-    a: Any
-    b: Any
-
-
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``figures`` are of whole runs, and of one GPU where they grow with the number of GPUs; ``goodput`` has shares of
-    the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
+    """``figures`` are of whole runs, and of one GPU, a step or tokens where they grow with those; ``goodput`` has
+    shares of the wall time. ``only_a`` and ``only_b`` are the notes whose kind the other run does not have."""
 
     a: Side
     b: Side
@@ -70,7 +61,7 @@ def of_runs(a: RunDir, b: RunDir) -> Comparison:
     for run in (a, b):
         try:
             settings.append(settings_of(run))
-        except (ConfigError, ValueError) as e:
+        except ConfigError as e:
             unknown.append(f"{run.id}: {e}")
     if unknown:
         return msgspec.structs.replace(found, unknown=unknown)
@@ -81,8 +72,8 @@ def of(a: Summary, b: Summary) -> Comparison:
     """Without the settings, which a summary does not have."""
     codes = [{n.code for n in s.notes} for s in (a, b)]
     figures = {name: _figure(rule, a, b) for name, rule in FIGURES.items()}
-    if len(a.gpus) != len(b.gpus):
-        figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in _OF_ALL_GPUS})
+    neither = [*(_OF_ALL_GPUS if len(a.gpus) != len(b.gpus) else ()), *(() if _steps_alike(a, b) else _OF_A_STEP)]
+    figures.update({name: msgspec.structs.replace(figures[name], better=None) for name in neither})
     return Comparison(
         a=_side(a),
         b=_side(b),
@@ -92,6 +83,11 @@ def of(a: Summary, b: Summary) -> Comparison:
         only_a=[n for n in a.notes if n.code not in codes[1]],
         only_b=[n for n in b.notes if n.code not in codes[0]],
     )
+
+
+def _steps_alike(a: Summary, b: Summary) -> bool:
+    of_a, of_b = _step_size(a), _step_size(b)
+    return of_a is not None and of_b is not None and math.isclose(of_a, of_b, rel_tol=_SAME_SIZE)
 
 
 def _side(s: Summary) -> Side:
@@ -187,6 +183,42 @@ def _gpu_hours(s: Summary) -> float | None:
     return None if s.waste is None else s.waste.gpu_hours
 
 
+def _energy_j(s: Summary) -> float | None:
+    """None where a GPU does not tell what it drew, or nobody could ask it."""
+    if not s.gpus or any(g.energy_j is None for g in s.gpus) or any(h.nvml for h in s.hosts):
+        return None
+    return s.training.energy_j if s.training is not None else sum(g.energy_j or 0.0 for g in s.gpus)
+
+
+def _a_step(total: Callable[[Summary], float | None]) -> Callable[[Summary], float | None]:
+    def value(s: Summary) -> float | None:
+        found = total(s)
+        return found / s.training.steps if found is not None and s.training is not None and s.training.steps else None
+
+    return value
+
+
+def _gpu_s(s: Summary) -> float | None:
+    return None if s.waste is None else s.waste.gpu_hours * 3600
+
+
+def _gpu_s_per_million_tokens(s: Summary) -> float | None:
+    found = _gpu_s(s)
+    return found / s.training.tokens * 1e6 if found is not None and s.training and s.training.tokens else None
+
+
+def _not_by_steps(why: Callable[[Summary], str]) -> Callable[[Summary], str]:
+    return lambda s: _no_steps(s) if s.training is None or not s.training.steps else why(s)
+
+
+def _step_size(s: Summary) -> float | None:
+    """Tokens, or of what has none samples, in a step."""
+    if s.training is None or not s.training.steps:
+        return None
+    whole = s.training.tokens or s.training.samples
+    return whole / s.training.steps if whole else None
+
+
 def _host_memory_peak_gib(s: Summary) -> float | None:
     return max((h.processes.rss_gib.max for h in s.hosts if h.processes is not None), default=None)
 
@@ -223,18 +255,29 @@ FIGURES: dict[str, Rule] = {
         "tensor activity", "ratio", "higher", _mean_of(lambda g: g.tensor_activity), _no_gpus("tensor_activity")
     ),
     "power_w": Rule("power a GPU", "W", None, _mean_of(lambda g: g.power_w), _no_gpus("power_w")),
+    "energy_j": Rule("energy", "J", None, _energy_j, _no_gpus("energy_j", "power_w")),
+    "energy_per_step_j": Rule(
+        "energy a step", "J", "lower", _a_step(_energy_j), _not_by_steps(_no_gpus("energy_j", "power_w"))
+    ),
     "energy_per_gpu_j": Rule("energy a GPU", "J", None, _energy_per_gpu_j, _no_gpus("energy_j", "power_w")),
     "sm_clock_mhz": Rule("SM clock", "MHz", None, _mean_of(lambda g: g.sm_clock_mhz), _no_gpus("sm_clock_mhz")),
     "memory_peak_gib": Rule("GPU memory, peak", "GiB", None, _memory_peak_gib, _no_gpus("memory_used_gib")),
     "host_memory_peak_gib": Rule(
         "host memory, peak", "GiB", None, _host_memory_peak_gib, lambda s: "no process was recorded"
     ),
-    "gpu_hours": Rule("GPU-hours", "h", None, _gpu_hours, _no_goodput),
+    "gpu_hours": Rule("GPU-hours", "h", None, _gpu_hours, _no_gpus()),
+    "gpu_s_per_step": Rule("GPU time a step", "s", "lower", _a_step(_gpu_s), _not_by_steps(_no_gpus())),
+    "gpu_s_per_million_tokens": Rule(
+        "GPU time, 1M tokens", "s", "lower", _gpu_s_per_million_tokens, _not_by_steps(_no_gpus())
+    ),
     "goodput": Rule("goodput", "ratio", "higher", _goodput_ratio, _no_goodput),
 }
 
 # More GPUs make these better or worse by themselves.
 _OF_ALL_GPUS = ("step_p50_s", "step_p95_s", "tokens_per_s")
+# And a larger batch these.
+_OF_A_STEP = ("gpu_s_per_step", "energy_per_step_j")
+_SAME_SIZE = 0.02  # rows that were lost, or the last batch of an epoch
 
 
 def _share(part: str) -> Rule:
@@ -242,58 +285,3 @@ def _share(part: str) -> Rule:
         return getattr(s.goodput, part) / s.goodput.wall_s if s.goodput is not None and s.goodput.wall_s else None
 
     return Rule(part, "ratio", "higher" if part == "productive_s" else "lower", value, _no_goodput)
-
-
-_PLANNED = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
-# What is set to choose a plan, not what came of it; where and how a run is kept and watched; and its name.
-_LEFT_OUT = ("recipe.telemetry.", "recipe.rehearsal.", "recipe.parallel.", "job.", "script.cwd", "version", "env.")
-_REPLACED = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")  # by the plan's
-_OF_JOB = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
-
-
-def settings_of(run: RunDir) -> dict[str, Any]:
-    """What was planned and set, by dotted names; of environment variables the names alone, as they may be secrets.
-
-    Raises:
-        ConfigError: ``spec.toml`` does not read.
-        ValueError: ``plan.json`` does not.
-    """
-    plan = fsio.read_json(run.plan) or {}
-    found = _flat({name: plan[name] for name in _PLANNED if name in plan})
-    layout = plan.get("layout")
-    if layout:
-        found["layout"] = _words(layout)
-        found.update({f"layout.{k}": v for k, v in layout.items() if k in _LAYOUT_KEYS})
-    spec: dict[str, Any] = msgspec.to_builtins(load_spec(run))
-    for name, value in _flat(spec).items():
-        replaced = name in _REPLACED and bool(plan)
-        if name in _OF_JOB or not (name.startswith(_LEFT_OUT) or replaced):
-            found[name] = value
-    found["env"] = sorted(spec.get("env") or {})
-    return found
-
-
-_LAYOUT_KEYS = ("activation_checkpointing", "reshard_after_forward", "offload", "virtual_stages")
-
-
-def _words(layout: dict[str, Any]) -> Any:
-    try:
-        return msgspec.convert(layout, Layout).words()
-    except msgspec.ValidationError:  # of another version
-        return layout
-
-
-def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            found.update(_flat(value, f"{above}{name}."))
-        else:
-            found[f"{above}{name}"] = value
-    return found
-
-
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[Setting]:
-    """What the two do not share; a setting that one of them does not have is None there."""
-    names = list(dict.fromkeys([*a, *b]))
-    return [Setting(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from clustertrain import clock, fsio
+from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, events, state
+from clustertrain.run import attempts, documents, events, state
+from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.goodput import Goodput, Stretch, ledger
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry import marks, notes
@@ -64,7 +66,7 @@ def chosen_parts(run: RunDir, request: Request) -> tuple[list[Part], Callable[[s
     Raises:
         NotFound, UsageError: as :func:`summarize`.
     """
-    found = _choose(run, request, _settings(run))
+    found = _choose(run, request, _settings(run)[0])
     if request.gpu is None:
         return found.parts, None
     return found.parts, lambda node, facts: (node, facts.uuid) in found.pieces
@@ -108,7 +110,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         NotFound: there is no such attempt.
         UsageError: no GPU fits.
     """
-    settings = _settings(run)
+    settings, trouble = _settings(run)
     chosen, logs, parts, pieces, cut = _choose(run, request, settings)
     window = window_of(parts)
     xids = _xids(logs)
@@ -123,8 +125,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         hosts = [h for h in hosts if h.node in {g.node for g in gpus}]
     history = attempts.read_all(run)
     plan = _planned(run)
-    goodput = request.goodput or ledger(run, history, clock.now(), state.settled(history))
-    whole = request.attempt is None and cut is None  # else the ledger is of more than what is shown
+    goodput = _goodput(run, history, request, cut)
     energy = _energy(gpus, owned, parts, request.gpu)
     summary = Summary(
         run=run.id,
@@ -142,11 +143,26 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         enabled=settings.enabled,
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
-        goodput=goodput if whole else None,
-        waste=_waste(gpus, owned, goodput) if whole else None,
-        unreadable=[*(w for a in chosen for w in unreadable(a)), *(p.trouble for p in parts if p.trouble)],
+        goodput=goodput,
+        waste=_waste(gpus, owned, goodput),
+        unreadable=[
+            *([trouble] if trouble else []),
+            *attempts.troubles(run, history),
+            *(w for a in chosen for w in unreadable(a)),
+            *(p.trouble for p in parts if p.trouble),
+        ],
     )
     return msgspec.structs.replace(summary, notes=notes.of(summary, [e for log in logs.values() for e in log]))
+
+
+def _goodput(run: RunDir, history: Sequence[Attempt], request: Request, cut: float | None) -> Goodput:
+    """Of the part of the run that is asked for."""
+    if request.goodput is not None and request.attempt is None and cut is None:
+        return request.goodput
+    finished = state.settled(history) if request.state is None else request.state in state.FINAL
+    waiting = request.state in (state.PENDING, state.REQUEUED)
+    of = Stretch(request.attempt, -math.inf if cut is None else cut)
+    return ledger(run, history, clock.now(), finished, waiting=waiting, of=of)
 
 
 def _owner(run: RunDir) -> str | None:
@@ -163,17 +179,21 @@ class _Planned(NamedTuple):
 
 def _planned(run: RunDir) -> _Planned:
     try:
-        plan = fsio.read_json(run.plan) or {}
-        return _Planned(msgspec.convert(plan.get("layout"), Layout).words(), plan.get("device"))
-    except (OSError, ValueError, msgspec.ValidationError):  # missing, or of another version
+        plan = documents.peek(run.plan)
+        device = plan.get("device")
+        return _Planned(
+            msgspec.convert(plan.get("layout"), Layout).words(), device if isinstance(device, str) else None
+        )
+    except msgspec.ValidationError:  # missing, or of another version
         return _Planned()
 
 
-def _settings(run: RunDir) -> TelemetrySpec:
+def _settings(run: RunDir) -> tuple[TelemetrySpec, str | None]:
+    """The defaults where spec.toml does not read, and why it does not."""
     try:
-        return load_spec(run).recipe.telemetry
-    except (OSError, ClusterTrainError):
-        return TelemetrySpec()
+        return load_spec(run).recipe.telemetry, None
+    except ClusterTrainError as e:
+        return TelemetrySpec(), e.message
 
 
 def _clock_steps(logs: Mapping[int, list[events.Event]]) -> dict[str, list[float]]:

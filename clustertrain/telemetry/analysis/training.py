@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from clustertrain import fsio
-from clustertrain.run import events, metrics, rows
+from clustertrain.run import documents, events, metrics, rows
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.run.measured import WARM_UP_STEPS
@@ -110,8 +109,8 @@ def training_of(
 
 def _planned(run: RunDir) -> _Planned:
     try:
-        return msgspec.convert(fsio.read_json(run.plan) or {}, _Planned)
-    except (ValueError, msgspec.ValidationError):  # damaged, or of another version
+        return msgspec.convert(documents.peek(run.plan), _Planned)
+    except msgspec.ValidationError:  # of another version
         return _Planned()
 
 

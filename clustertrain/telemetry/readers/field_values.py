@@ -10,6 +10,7 @@ import ctypes
 import struct
 from collections.abc import Mapping
 from itertools import islice
+from operator import mul
 from typing import Any, NamedTuple
 
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
@@ -20,6 +21,9 @@ _ALL_LINKS = 0xFFFFFFFF  # as the scope of a figure of NVLinks: the sum over all
 _FIELD = struct.Struct("=II16xiI8s")
 _VALUES = [struct.Struct(s) for s in ("=d", "=I4x", "=Q", "=Q", "=q", "=i4x", "=H6x")]  # by nvmlValueType_t
 _U32 = 1
+# The fourth word of a nvmlFieldValue_t whose fifth is a whole number of 64 bits: nvmlValueType_t unsigned long or long
+# long, and above it the nvmlReturn_t of success.
+_U64 = frozenset({2, 3})
 
 
 class Source(NamedTuple):
@@ -38,8 +42,8 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
     "pcie_tx_bytes": (Source((197,), wide=True),),  # PCIE_COUNT_TX_BYTES, since driver 555
     "pcie_rx_bytes": (Source((198,), wide=True),),
     # NVLINK_THROUGHPUT_DATA_TX, KiB; NVLINK_COUNT_XMIT_BYTES from Blackwell on
-    "nvlink_tx_bytes": (Source((138,), 1024, _ALL_LINKS, wide=True), Source((202,), 1, _ALL_LINKS, wide=True)),
-    "nvlink_rx_bytes": (Source((139,), 1024, _ALL_LINKS, wide=True), Source((204,), 1, _ALL_LINKS, wide=True)),
+    "nvlink_tx_bytes": (Source((138,), 1024.0, _ALL_LINKS, wide=True), Source((202,), 1.0, _ALL_LINKS, wide=True)),
+    "nvlink_rx_bytes": (Source((139,), 1024.0, _ALL_LINKS, wide=True), Source((204,), 1.0, _ALL_LINKS, wide=True)),
     "memory_temperature_c": (Source((82,)),),
     "nvlink_errors": (
         Source((161, 162, 163), scope=_ALL_LINKS),  # NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC: Hopper
@@ -56,6 +60,7 @@ class Question(NamedTuple):
     scales: tuple[float, ...]  # where each is known to have one number: theirs
     length: int
     memory: ctypes.Array[ctypes.c_char]
+    words: ctypes.Array[ctypes.c_uint64]  # the same memory, 5 a number
 
 
 class FieldValues:
@@ -63,6 +68,7 @@ class FieldValues:
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
+        self._values_of = nvml.function("nvmlDeviceGetFieldValues")
         self._known: dict[str, Source] = {}
         self._questions: dict[tuple[str, ...], Question] = {}
 
@@ -71,26 +77,23 @@ class FieldValues:
         self._known.clear()
         self._questions.clear()
 
-    def read(self, handle: Any, names: tuple[str, ...]) -> dict[str, float | NvmlError]:
+    def read(self, handle: Any, names: tuple[str, ...]) -> list[float | NvmlError]:
         """Of each name the value, or why there is none.
 
         Raises:
             NvmlError: the call as a whole failed.
         """
         question = self._questions.get(names) or self._ask(names)
-        code = self._nvml.function("nvmlDeviceGetFieldValues")(handle, question.length, question.memory)
+        code = self._values_of(handle, question.length, question.memory)
         if code:
             raise self._nvml.error(code)
-        answers = _FIELD.iter_unpack(question.memory)
-        if question.scales:
-            return {
-                name: self._nvml.error(code) if code else scale * _VALUES[kind].unpack(raw)[0]
-                for name, scale, (_, _, kind, code, raw) in zip(names, question.scales, answers, strict=True)
-            }
-        return {
-            name: self._choose(name, [(s, list(islice(answers, len(s.ids)))) for s in sources])
+        if question.scales and _U64.issuperset(question.words[3::5]):
+            return list(map(mul, question.scales, question.words[4::5]))
+        each = _FIELD.iter_unpack(question.memory)
+        return [
+            self._choose(name, [(s, list(islice(each, len(s.ids)))) for s in sources])
             for name, sources in zip(names, question.sources, strict=True)
-        }
+        ]
 
     def _ask(self, names: tuple[str, ...]) -> Question:
         sources = tuple((self._known[n],) if n in self._known else SOURCES[n] for n in names)
@@ -100,7 +103,8 @@ class FieldValues:
             _FIELD.pack_into(memory, i * _FIELD.size, number, scope, 0, 0, b"")
         settled = len(asked) == len(names) and all(n in self._known for n in names)
         scales = tuple(each[0].scale for each in sources) if settled else ()
-        question = self._questions[names] = Question(sources, scales, len(asked), memory)
+        words = (ctypes.c_uint64 * (5 * len(asked))).from_buffer(memory)
+        question = self._questions[names] = Question(sources, scales, len(asked), memory, words)
         return question
 
     def _choose(self, name: str, tried: list[tuple[Source, list[Any]]]) -> float | NvmlError:

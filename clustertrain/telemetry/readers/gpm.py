@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from clustertrain import clock
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
 
 SHORTEST_S = 0.1  # below it the counters have nothing new, and the means are wrong (NVIDIA/DCGM#310)
-_METRIC = struct.Struct("=IId")  # nvmlGpmMetric_t begins with the number, nvmlReturn_t and the value
 _ROUNDING = 1.02  # how far above the whole a share may come out
 
 # nvmlGpmMetricId_t; NVML's are per cent.
@@ -24,39 +22,53 @@ METRICS: Mapping[str, int] = {"sm_activity": 2, "tensor_activity": 5, "dram_acti
 GRAPHICS_UTIL = 1  # of a MIG slice, what nvmlDeviceGetUtilizationRates is of a whole GPU
 
 
+class _Sample(NamedTuple):
+    itself: Any  # nvmlGpmSample_t
+    address: int
+
+
+class _Question(NamedTuple):
+    """nvmlGpmMetricsGet_t, and parts of its memory."""
+
+    where: Any
+    pair: ctypes.Array[ctypes.c_void_p]  # the older sample and the newer
+    codes: ctypes.Array[ctypes.c_uint]  # of nvmlGpmMetric_t, which has 40 bytes: the second of 10 is the nvmlReturn_t
+    values: ctypes.Array[ctypes.c_double]  # and the second of 5 the value
+
+
 class RollingPair:
     """The activities of one device.
 
     Args:
         nvml: the door, open.
-        device: gives the handle that is asked whether it supports GPM.
-        take: fills a sample of NVML's.
         metrics: the figures' names and NVML's numbers.
+        take: fills a sample of NVML's for a handle, and returns NVML's code.
+        device: gives the handle that is asked whether it supports GPM, where it is not that which is read.
     """
 
     def __init__(
         self,
         nvml: Nvml,
-        device: Callable[[], Any],
-        take: Callable[[Any], None],
         metrics: Mapping[str, int] = METRICS,
+        take: Callable[[Any, Any], int] | None = None,
+        device: Callable[[], Any] | None = None,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._nvml = nvml
         self._device = device
-        self._take = take
+        self._take = take or nvml.function("nvmlGpmSampleGet")
+        self._between_of = nvml.function("nvmlGpmMetricsGet")
         self._metrics = metrics
         self._now = now
         self._supported = False
-        self._samples: list[Any] = []  # the older one, and the one to be filled
-        self._question: tuple[Any, int, int] | None = None
-        self._first: Any = None
-        self._second: Any = None
+        self._samples: list[_Sample] = []  # the older one, and the one to be filled
+        self._question: _Question | None = None
         self._at: float | None = None
-        self._values: dict[str, float | NvmlError] = {}
+        self._values: list[float | NvmlError] = []
 
-    def read(self) -> dict[str, float | NvmlError]:
-        """Means since the last call that was at least :data:`SHORTEST_S` ago; the last ones again where it was not.
+    def read(self, handle: Any) -> list[float | NvmlError]:
+        """Means since the last call that was at least :data:`SHORTEST_S` ago, in the order of the metrics; the last
+        ones again where it was not.
 
         Raises:
             NvmlError: NOT_SUPPORTED; NO_DATA at the first call, which begins the first pair; or any other.
@@ -66,69 +78,72 @@ class RollingPair:
             if self._values:
                 return self._values
             raise NvmlError("NO_DATA", "a mean needs two samples")
-        self._prepare()
+        if not self._supported or len(self._samples) < 2:
+            self._prepare(handle)
         older, newer = self._samples
-        self._take(newer)
+        code = self._take(handle, newer.itself)
+        if code:
+            raise self._nvml.error(code)
         first, self._at = self._at is None, now
         self._samples = [newer, older]
         if first:
             raise NvmlError("NO_DATA", "a mean needs two samples")
-        self._values = {}
+        self._values = []  # what follows may raise
         self._values = self._between(older, newer)
         return self._values
 
     def restart(self) -> None:
         """The device has been away: the next sample begins a new pair."""
         self._at = None
-        self._values = {}
+        self._values = []
         self._supported = False
 
     def close(self) -> None:
         """Free the samples; NVML must still be open."""
         for sample in self._samples:
             with contextlib.suppress(NvmlError):
-                self._nvml.call("nvmlGpmSampleFree", sample)
+                self._nvml.call("nvmlGpmSampleFree", sample.itself)
         self._samples = []
         self.restart()
 
-    def _prepare(self) -> None:
+    def _prepare(self, handle: Any) -> None:
         if not self._supported:
-            support = self._nvml.call("nvmlGpmQueryDeviceSupport", self._device())
+            support = self._nvml.call("nvmlGpmQueryDeviceSupport", self._device() if self._device else handle)
             if not support.isSupportedDevice:
                 raise NvmlError("NOT_SUPPORTED", "this GPU has no performance monitoring (GPM); Hopper and later do")
             self._supported = True
         if not self._samples:
             self._nvml.before_close(self.close)
         while len(self._samples) < 2:
-            self._samples.append(self._nvml.call("nvmlGpmSampleAlloc"))
+            sample = self._nvml.call("nvmlGpmSampleAlloc")
+            self._samples.append(_Sample(sample, ctypes.cast(sample, ctypes.c_void_p).value or 0))
 
-    def _between(self, older: Any, newer: Any) -> dict[str, float | NvmlError]:
+    def _between(self, older: _Sample, newer: _Sample) -> list[float | NvmlError]:
         if self._question is None:
             self._question = self._ask()
-        question, at, step = self._question
-        # Not by assignment: nvidia-ml-py's structures look at each for strings.
-        self._first.__set__(question, older)
-        self._second.__set__(question, newer)
-        code = self._nvml.function("nvmlGpmMetricsGet")(ctypes.byref(question))
+        question = self._question
+        question.pair[0], question.pair[1] = older.address, newer.address
+        code = self._between_of(question.where)
         if code:
             raise self._nvml.error(code)
-        found: dict[str, float | NvmlError] = {}
-        for name in self._metrics:
-            _, code, percent = _METRIC.unpack_from(question, at)
-            found[name] = self._nvml.error(code) if code else _share(percent)
-            at += step
-        return found
+        codes, values = question.codes[1::10], question.values[1::5]
+        return [
+            self._nvml.error(code) if code else _share(percent) for code, percent in zip(codes, values, strict=True)
+        ]
 
-    def _ask(self) -> tuple[Any, int, int]:
-        """NVML's structure, with the metrics in it, where they begin and how long each is."""
-        lib = self._nvml.lib
-        self._first, self._second = lib.c_nvmlGpmMetricsGet_t.sample1, lib.c_nvmlGpmMetricsGet_t.sample2
-        question = lib.c_nvmlGpmMetricsGet_t()
-        question.version = lib.NVML_GPM_METRICS_GET_VERSION
-        question.numMetrics = len(self._metrics)
+    def _ask(self) -> _Question:
+        of, n = self._nvml.lib.c_nvmlGpmMetricsGet_t, len(self._metrics)
+        memory = of()
+        memory.version = self._nvml.lib.NVML_GPM_METRICS_GET_VERSION
+        memory.numMetrics = n
         for i, number in enumerate(self._metrics.values()):
-            question.metrics[i].metricId = number
-        return question, lib.c_nvmlGpmMetricsGet_t.metrics.offset, ctypes.sizeof(lib.c_nvmlGpmMetric_t)
+            memory.metrics[i].metricId = number
+        return _Question(
+            ctypes.byref(memory),
+            (ctypes.c_void_p * 2).from_buffer(memory, of.sample1.offset),
+            (ctypes.c_uint * (10 * n)).from_buffer(memory, of.metrics.offset),
+            (ctypes.c_double * (5 * n)).from_buffer(memory, of.metrics.offset),
+        )
 
 
 def _share(percent: float) -> float:

@@ -7,7 +7,7 @@ Figures that come together are read together. What a call costs differs by a tho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from clustertrain.telemetry import fields
@@ -16,36 +16,50 @@ from clustertrain.telemetry.readers.field_values import FieldValues
 from clustertrain.telemetry.readers.gpm import GRAPHICS_UTIL, METRICS, RollingPair
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
-Values = Mapping[str, float | NvmlError]
+Values = Sequence[float | NvmlError]
 # Nothing of another kind is a reason to try the older call.
 _MISSING = ("FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "INVALID_ARGUMENT", "ARGUMENT_VERSION_MISMATCH")
 # nvmlClocksEventReason*. Hardware slowdown is the roof over heat, the power brake and a draw that rises too fast: alone
 # it is the last, or a GPU from before the finer ones.
 _SW_POWER, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _BOARD_LIMIT = 0x4, 0x8, 0x20, 0x40, 0x80, 0x200
 _COUNTERS = ("energy_j", "pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
+_SLOW_FIELDS = ("memory_temperature_c", "nvlink_errors")
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
+_PROCESS_BYTES = 24  # nvmlProcessInfo_v2_t
+_TOO_SMALL = 7  # nvmlReturn_t: the list has no room for all
+_SENSOR_GPU = 0  # NVML_TEMPERATURE_GPU
+_NAN = float("nan")
 
 
 class Call(NamedTuple):
-    """``read(wanted)`` returns these fields, each with its value or why there is none, or raises NvmlError for all.
-    It may leave out what is not wanted."""
+    """``read(handle, wanted)`` returns of each of ``fields``, in their order, the value or why there is none, or raises
+    NvmlError for all. What is not wanted need not be asked for: anything may stand in its place."""
 
     fields: tuple[str, ...]
-    read: Callable[[tuple[str, ...]], Values]
+    read: Callable[[Any, tuple[str, ...]], Values]
 
 
 class _Number:
-    """A figure that NVML answers with one number; the memory for it is kept."""
+    """A figure that NVML answers with one number, times ``scale``; the memory for it is kept.
 
-    def __init__(self, nvml: Nvml, function: str, *args: int, kind: type[Any] = ctypes.c_uint) -> None:
-        self._nvml, self._function, self._args = nvml, function, args
+    Args:
+        args: of the function, between the handle and the answer.
+        kind: of the answer.
+    """
+
+    def __init__(
+        self, nvml: Nvml, function: str, *args: int, scale: float = 1.0, kind: type[Any] = ctypes.c_uint
+    ) -> None:
+        self._error, self._function, self._scale = nvml.error, nvml.function(function), scale
         self._answer = kind()
-        self._where = ctypes.byref(self._answer)
+        self._args = (*args, ctypes.byref(self._answer))
 
-    def read(self, handle: Any) -> int:
+    def read(self, handle: Any, wanted: tuple[str, ...] = ()) -> tuple[float]:
         """Raises NvmlError where there is none."""
-        self._nvml.ask(self._function, handle, *self._args, self._where)
-        return int(self._answer.value)
+        code = self._function(handle, *self._args)
+        if code:
+            raise self._error(code)
+        return (self._scale * self._answer.value,)
 
 
 class GpuCalls:
@@ -55,20 +69,22 @@ class GpuCalls:
         self._nvml = nvml
         self._uuid = device.uuid
         self._parent = device.parent
-        self._rates = (ctypes.c_uint * 2)()
-        self._temperature_v: Any = None
+        self._rates_of, self._rates = nvml.function("nvmlDeviceGetUtilizationRates"), (ctypes.c_uint * 2)()
+        self._temperature_v: ctypes.Array[Any] | None = None  # nvmlTemperature_v1_t: version, sensor, °C
         if nvml.lib is not None:
-            self._temperature_v = nvml.lib.c_nvmlTemperature_v1_t()
-            self._temperature_v.version = nvml.lib.nvmlTemperature_v1
-        self._temperature_1 = _Number(nvml, "nvmlDeviceGetTemperature", 0)  # NVML_TEMPERATURE_GPU
+            self._temperature_v = (ctypes.c_int * 3)(nvml.lib.nvmlTemperature_v1, _SENSOR_GPU, 0)
+        self._temperature_of = nvml.function("nvmlDeviceGetTemperatureV")
+        self._temperature_1 = _Number(nvml, "nvmlDeviceGetTemperature", _SENSOR_GPU)
         wide = ctypes.c_ulonglong
-        self._reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksEventReasons", kind=wide)
-        self._older_reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", kind=wide)
-        self._processes_call = "nvmlDeviceGetComputeRunningProcesses_v3"
+        self._reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksEventReasons", scale=1, kind=wide)
+        self._older_reasons = _Number(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", scale=1, kind=wide)
+        self._processes_of = nvml.function("nvmlDeviceGetComputeRunningProcesses_v3")
+        self._process_count = ctypes.c_uint()
+        self._process_list = ctypes.create_string_buffer(_PROCESS_BYTES * 16)
         if device.parent is None:
-            self._gpm = RollingPair(nvml, self._handle, self._take)
+            self._gpm = RollingPair(nvml)
         else:
-            self._gpm = RollingPair(nvml, self._board, self._take_of_slice, {"utilization": GRAPHICS_UTIL, **METRICS})
+            self._gpm = RollingPair(nvml, {"utilization": GRAPHICS_UTIL, **METRICS}, self._take_of_slice, self._board)
         self._counters = FieldValues(nvml)
         self.calls: dict[Pace, tuple[Call, ...]] = self._of_slice() if device.parent else self._of_gpu()
         there = {name for calls in self.calls.values() for call in calls for name in call.fields}
@@ -84,6 +100,14 @@ class GpuCalls:
         self._counters.forget()
         self._gpm.restart()
         self._nvml.find(self._uuid)
+
+    def handle(self) -> Any:
+        """What the calls take; found anew where NVML was opened again.
+
+        Raises:
+            NvmlError: it cannot be reached.
+        """
+        return self._nvml.handles[self._uuid]
 
     def holds(self) -> bool:
         return self._nvml.holds(self._uuid)
@@ -103,7 +127,7 @@ class GpuCalls:
         errors, wide = "nvmlDeviceGetTotalEccErrors", ctypes.c_ulonglong
         slow = (
             Call(("processes",), self._processes),
-            Call(("memory_temperature_c", "nvlink_errors"), self._slow_fields),
+            Call(_SLOW_FIELDS, self._slow_fields),
             self._simple("ecc_corrected", errors, _CORRECTED, _VOLATILE, kind=wide),
             self._simple("ecc_uncorrected", errors, _UNCORRECTED, _VOLATILE, kind=wide),
             Call(("remapped_rows", "remap_pending", "remap_failed"), self._remapping),
@@ -120,108 +144,116 @@ class GpuCalls:
     def _simple(
         self, field: str, function: str, *args: int, scale: float = 1.0, kind: type[Any] = ctypes.c_uint
     ) -> Call:
-        number = _Number(self._nvml, function, *args, kind=kind)
-        return Call((field,), lambda wanted: {field: scale * number.read(self._handle())})
-
-    def _handle(self) -> Any:
-        return self._nvml.handle(self._uuid)
+        return Call((field,), _Number(self._nvml, function, *args, scale=scale, kind=kind).read)
 
     def _board(self) -> Any:
-        return self._nvml.handle(self._parent or self._uuid)
+        return self._nvml.handles[self._parent or self._uuid]
 
-    def _utilization(self, wanted: tuple[str, ...]) -> Values:
-        self._nvml.ask("nvmlDeviceGetUtilizationRates", self._handle(), self._rates)
-        return {"utilization": self._rates[0] / 100, "memory_busy": self._rates[1] / 100}
+    def _utilization(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        code = self._rates_of(handle, self._rates)
+        if code:
+            raise self._nvml.error(code)
+        return self._rates[0] / 100, self._rates[1] / 100
 
-    def _memory(self, wanted: tuple[str, ...]) -> Values:
-        return {"memory_used_bytes": float(self._nvml.memory_used(self._uuid))}
+    def _memory(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        return (float(self._nvml.memory(self._uuid, handle).used),)
 
-    def _temperature(self, wanted: tuple[str, ...]) -> Values:
+    def _temperature(self, handle: Any, wanted: tuple[str, ...]) -> Values:
         # nvmlDeviceGetTemperature goes with CUDA 14, and is all that drivers before 570 have.
         if self._temperature_v is not None:
-            try:
-                self._nvml.ask("nvmlDeviceGetTemperatureV", self._handle(), ctypes.byref(self._temperature_v))
-                return {"temperature_c": float(self._temperature_v.temperature)}
-            except NvmlError as e:
-                if e.name not in _MISSING:
-                    raise
-        value = self._temperature_1.read(self._handle())
+            code = self._temperature_of(handle, self._temperature_v)
+            if not code:
+                return (float(self._temperature_v[2]),)
+            error = self._nvml.error(code)
+            if error.name not in _MISSING:
+                raise error
+        value = self._temperature_1.read(handle)
         self._temperature_v = None
-        return {"temperature_c": float(value)}
+        return value
 
-    def _throttling(self, wanted: tuple[str, ...]) -> Values:
+    def _throttling(self, handle: Any, wanted: tuple[str, ...]) -> Values:
         # The call of the second name goes with CUDA 14, and is all that drivers before 535 have.
         try:
-            return throttling(self._reasons.read(self._handle()))
+            return throttling(int(self._reasons.read(handle)[0]))
         except NvmlError as e:
             if e.name not in _MISSING or self._reasons is self._older_reasons:
                 raise
-        reasons = self._older_reasons.read(self._handle())
+        (reasons,) = self._older_reasons.read(handle)
         self._reasons = self._older_reasons
-        return throttling(reasons)
+        return throttling(int(reasons))
 
-    def _activity(self, wanted: tuple[str, ...]) -> Values:
-        return self._gpm.read()
+    def _activity(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        return self._gpm.read(handle)
 
-    def _take(self, sample: Any) -> None:
-        self._nvml.ask("nvmlGpmSampleGet", self._handle(), sample)
+    def _take_of_slice(self, handle: Any, sample: Any) -> int:
+        instance = self._nvml.call("nvmlDeviceGetGpuInstanceId", handle)
+        return self._nvml.function("nvmlGpmMigSampleGet")(self._board(), instance, sample)
 
-    def _take_of_slice(self, sample: Any) -> None:
-        instance = self._nvml.call("nvmlDeviceGetGpuInstanceId", self._handle())
-        self._nvml.call("nvmlGpmMigSampleGet", self._board(), instance, sample)
-
-    def _fast_counters(self, wanted: tuple[str, ...]) -> Values:
+    def _fast_counters(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        found: list[float | NvmlError]
         try:
-            found = self._counters.read(self._handle(), wanted)
+            found = self._counters.read(handle, wanted)
         except NvmlError as e:
             if e.name not in _MISSING:
                 raise
-            found = dict.fromkeys(wanted, e)
-        energy = found.get("energy_j")
-        if isinstance(energy, NvmlError) and energy.name in _MISSING:
+            found = [e] * len(wanted)
+        if wanted[0] == "energy_j" and isinstance(found[0], NvmlError) and found[0].name in _MISSING:
             try:
-                found["energy_j"] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", self._handle()) / 1000
+                found[0] = self._nvml.call("nvmlDeviceGetTotalEnergyConsumption", handle) / 1000
             except NvmlError as e:
-                found["energy_j"] = e
-        return found
+                found[0] = e
+        return _in_place(_COUNTERS, wanted, found)
 
-    def _slow_fields(self, wanted: tuple[str, ...]) -> Values:
-        found = self._counters.read(self._handle(), wanted)
-        if found.get("memory_temperature_c") == 0.0:
-            found["memory_temperature_c"] = NvmlError("NOT_SUPPORTED", "the driver says 0 °C, for want of a sensor")
-        return found
+    def _slow_fields(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        found = self._counters.read(handle, wanted)
+        if wanted[0] == "memory_temperature_c" and found[0] == 0.0:
+            found[0] = NvmlError("NOT_SUPPORTED", "the driver says 0 °C, for want of a sensor")
+        return _in_place(_SLOW_FIELDS, wanted, found)
 
-    def _processes(self, wanted: tuple[str, ...]) -> Values:
-        try:
-            found = self._nvml.call(self._processes_call, self._handle())
-        except NvmlError as e:
-            older = "nvmlDeviceGetComputeRunningProcesses_v2"  # all that drivers before 510 have
-            if e.name != "FUNCTION_NOT_FOUND" or self._processes_call == older:
-                raise
-            found = self._nvml.call(older, self._handle())
-            self._processes_call = older
-        return {"processes": float(len(found))}
+    def _processes(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        code = self._list_processes(handle)
+        if code and self._nvml.error(code).name == "FUNCTION_NOT_FOUND":
+            self._processes_of = self._nvml.function("nvmlDeviceGetComputeRunningProcesses_v2")  # before driver 510
+            code = self._list_processes(handle)
+        if code:
+            raise self._nvml.error(code)
+        return (float(self._process_count.value),)
 
-    def _remapping(self, wanted: tuple[str, ...]) -> Values:
-        corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", self._handle())
-        return {
-            "remapped_rows": float(corrected + uncorrected),
-            "remap_pending": float(bool(pending)),
-            "remap_failed": float(bool(failed)),
-        }
+    def _list_processes(self, handle: Any) -> int:
+        """NVML's code; their number is then in ``_process_count``."""
+        count = self._process_count
+        for _ in range(2):
+            count.value = len(self._process_list) // _PROCESS_BYTES
+            code = self._processes_of(handle, ctypes.byref(count), self._process_list)
+            if code != _TOO_SMALL:
+                break
+            self._process_list = ctypes.create_string_buffer(_PROCESS_BYTES * (2 * count.value + 5))
+        return code
 
-    def _links(self, wanted: tuple[str, ...]) -> Values:
+    def _remapping(self, handle: Any, wanted: tuple[str, ...]) -> Values:
+        corrected, uncorrected, pending, failed = self._nvml.call("nvmlDeviceGetRemappedRows", handle)
+        return float(corrected + uncorrected), float(bool(pending)), float(bool(failed))
+
+    def _links(self, handle: Any, wanted: tuple[str, ...]) -> Values:
         states = self._nvml.link_states(self._uuid)
         if not states:
             raise NvmlError("NOT_SUPPORTED", "this GPU has no NVLink")
-        return {"nvlinks_active": float(sum(states))}
+        return (float(sum(states)),)
 
 
-def throttling(reasons: int) -> dict[str, float | NvmlError]:
-    """nvmlClocksEventReasons, decoded: each 0 or 1."""
+def _in_place(fields: tuple[str, ...], wanted: tuple[str, ...], values: list[float | NvmlError]) -> Values:
+    """The values of those wanted in the order of all fields."""
+    if wanted == fields:
+        return values
+    found = dict(zip(wanted, values, strict=True))
+    return [found.get(field, _NAN) for field in fields]
+
+
+def throttling(reasons: int) -> tuple[float, float, float]:
+    """nvmlClocksEventReasons, decoded: by power, by heat, by the hardware, each 0 or 1."""
     hardware = reasons & (_POWER_BRAKE | _BOARD_LIMIT) or (reasons & _HW_SLOWDOWN and not reasons & _HW_THERMAL)
-    return {
-        "throttle_power": float(bool(reasons & _SW_POWER)),
-        "throttle_thermal": float(bool(reasons & (_SW_THERMAL | _HW_THERMAL))),
-        "throttle_hardware": float(bool(hardware)),
-    }
+    return (
+        float(bool(reasons & _SW_POWER)),
+        float(bool(reasons & (_SW_THERMAL | _HW_THERMAL))),
+        float(bool(hardware)),
+    )

@@ -53,6 +53,7 @@ class GpuEvents:
         self._now = now
         self._set: Any = None
         self._data: Any = None
+        self._wait: Callable[..., int] = nvml.function("nvmlEventSetWait_v2")
         self._registered = False
         self._boards: dict[int, str] = {}
         self._slices: dict[str, list[tuple[int | None, str]]] = {}
@@ -73,6 +74,7 @@ class GpuEvents:
             self.reasons = {d.uuid: e.reason for d in self._devices}
             return
         self._data = self._nvml.lib.c_nvmlEventData_t()
+        self._wait = self._nvml.function("nvmlEventSetWait_v2")
         if not self._registered:
             self._registered = True
             self._nvml.before_close(self._closing)
@@ -86,10 +88,12 @@ class GpuEvents:
 
     def poll(self) -> list[GpuEvent]:
         """What has happened since the last time. A board that cannot be asked any more stops being listened to."""
+        if not self._boards:
+            return []
         counts: dict[tuple[str, Kind, int | None], int] = {}
-        for _ in range(_MOST_AT_ONCE if self._boards else 0):
-            data = self._data
-            code = self._nvml.function("nvmlEventSetWait_v2")(self._set, ctypes.byref(data), 0)
+        data = self._data
+        for _ in range(_MOST_AT_ONCE):
+            code = self._wait(self._set, ctypes.byref(data), 0)
             if code:
                 if code != _TIMEOUT:
                     self._stumble(self._nvml.error(code))
@@ -104,7 +108,7 @@ class GpuEvents:
         return [GpuEvent(now, uuid, kind, xid, n) for (uuid, kind, xid), n in counts.items()]
 
     def _register(self, board: str) -> None:
-        handle = self._nvml.handle(board)
+        handle = self._nvml.handles[board]
         types = _WANTED & self._nvml.call("nvmlDeviceGetSupportedEventTypes", handle)
         if not types:
             raise NvmlError("NOT_SUPPORTED", "the driver tells no errors of this GPU as they happen")
@@ -114,7 +118,7 @@ class GpuEvents:
 
     def _instance(self, device: Device) -> int | None:
         try:
-            return int(self._nvml.call("nvmlDeviceGetGpuInstanceId", self._nvml.handle(device.uuid)))
+            return int(self._nvml.call("nvmlDeviceGetGpuInstanceId", self._nvml.handles[device.uuid]))
         except NvmlError:
             return None
 
@@ -137,7 +141,7 @@ class GpuEvents:
         lost = set()
         for board in self._boards.values():
             try:
-                self._nvml.call("nvmlDeviceGetUUID", self._nvml.handle(board))
+                self._nvml.call("nvmlDeviceGetUUID", self._nvml.handles[board])
             except NvmlError:
                 lost.add(board)
         if lost:
@@ -168,6 +172,11 @@ class Storm:
     def __init__(self) -> None:
         self._told: dict[tuple[str, Kind, int | None], float] = {}
         self._held: dict[tuple[str, Kind, int | None], GpuEvent] = {}
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._held)
 
     def due(self, found: Sequence[GpuEvent], now: float) -> list[GpuEvent]:
         """What is to be told at ``now`` (monotonic s), of ``found`` and of what was held back."""

@@ -17,10 +17,10 @@ from clustertrain.telemetry.readers import sysfs
 HOST_FIELDS = tuple(f.name for f in fields.HOST if not f.name.startswith("job_"))
 
 _SHORTEST_S = 0.05  # the kernel counts processor time in ticks of 10 ms
-_PAIRS: dict[str, Callable[[Path], tuple[float, float]]] = {
-    "network_rx_bytes network_tx_bytes": sysfs.network,
-    "infiniband_rx_bytes infiniband_tx_bytes": sysfs.infiniband,
-    "disk_read_bytes disk_write_bytes": sysfs.disks,
+_PAIRS = {
+    ("network_rx_bytes", "network_tx_bytes"): sysfs.NETWORK,
+    ("infiniband_rx_bytes", "infiniband_tx_bytes"): sysfs.INFINIBAND,
+    ("disk_read_bytes", "disk_write_bytes"): sysfs.DISKS,
 }
 
 
@@ -34,7 +34,7 @@ class HostReader:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.reasons: dict[str, str] = {}
-        self._root = root
+        self._counters = {names: sysfs.Counters(kind, root) for names, kind in _PAIRS.items()}
         self._before: tuple[float, float, float] | None = None
         self._cpu()
 
@@ -52,8 +52,8 @@ class HostReader:
             "memory_used_bytes": self._guard("memory_used_bytes", _memory_used),
             "load1": self._guard("load1", _load1),
         }
-        for names, read in _PAIRS.items():
-            found |= self._pair(names.split(), read)
+        for names, counters in self._counters.items():
+            found |= self._pair(names, counters)
         return [found[name] for name in HOST_FIELDS]
 
     def _guard(self, field: str, call: Callable[[], float]) -> float | None:
@@ -65,9 +65,9 @@ class HostReader:
         self.reasons.pop(field, None)
         return value
 
-    def _pair(self, names: list[str], read: Callable[[Path], tuple[float, float]]) -> dict[str, float | None]:
+    def _pair(self, names: tuple[str, str], counters: sysfs.Counters) -> dict[str, float | None]:
         try:
-            values = read(self._root)
+            values = counters.read()
         except sysfs.Missing as e:
             reason = f"NOT_SUPPORTED: {e}"
         except (OSError, ValueError, IndexError) as e:

@@ -37,6 +37,12 @@ _WORDS = {
     "UNKNOWN": "the driver reported an unknown error",
 }
 
+_FUNCTION_NOT_FOUND = 13  # nvmlReturn_t
+# nvmlMemory_v2_t as numbers of 64 bits: the version in the lower half of the first, then bytes in total, reserved, free
+# and used. Read so, since nvidia-ml-py's structures look at each value for strings.
+_MEMORY_V2 = ctypes.c_uint64 * 5
+_TOTAL, _USED = 1, 4
+
 
 class NvmlError(Exception):
     """A call that NVML refused. ``name`` is NVML's, without ``NVML_ERROR_``; ``reason`` adds plain words."""
@@ -65,6 +71,13 @@ class Device(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
+class Memory(NamedTuple):
+    """Bytes."""
+
+    total: int
+    used: int
+
+
 class NvLinks(NamedTuple):
     """``nvswitch``: whether an active one leads to a switch; None where NVML does not say."""
 
@@ -73,16 +86,35 @@ class NvLinks(NamedTuple):
     nvswitch: bool | None
 
 
+class _Found(dict[str, Any]):
+    """What has been looked up; a name that is not in it is looked up when it is asked for."""
+
+    def __init__(self, look_up: Callable[[str], Any]) -> None:
+        self._look_up = look_up
+
+    def __missing__(self, name: str) -> Any:
+        found = self[name] = self._look_up(name)
+        return found
+
+
+def _refused(*args: Any) -> int:
+    return _FUNCTION_NOT_FOUND
+
+
 class Nvml:
-    """NVML, opened and closed. ``lib`` is nvidia-ml-py while it is open, for its constants and structures."""
+    """NVML, opened and closed.
+
+    ``lib`` is nvidia-ml-py while it is open, for its constants and structures. ``handles[uuid]`` is NVML's own name of
+    a device; where it cannot be reached, NvmlError is raised.
+    """
 
     def __init__(self) -> None:
         self.lib: Any = None
+        self.handles = _Found(self._handle_of)
+        self._memory_of: Callable[..., int] = _refused
         self._names: dict[int, str] = {}
-        self._handles: dict[str, Any] = {}
         self._without_memory_v2: set[str] = set()
-        self._memory_answer: Any = None
-        self._functions: dict[str, Callable[..., int]] = {}
+        self._memory_answer: ctypes.Array[ctypes.c_uint64] | None = None
         self._before_close: list[Callable[[], None]] = []
 
     def open(self) -> str | None:
@@ -98,7 +130,7 @@ class Nvml:
         self.lib = lib
         prefix = "NVML_ERROR_"
         self._names = {getattr(lib, n): n.removeprefix(prefix) for n in dir(lib) if n.startswith(prefix)}
-        self._handles.clear()
+        self.handles.clear()
         self.call("nvmlInitWithFlags", 0)
         try:
             return str(self.call("nvmlSystemGetDriverVersion"))
@@ -110,11 +142,10 @@ class Nvml:
             return
         while self._before_close:
             self._before_close.pop()()
-        self._handles.clear()
+        self.handles.clear()
         with contextlib.suppress(NvmlError):  # already shut down, or never up: nothing is held
             self.call("nvmlShutdown")
         self.lib = None
-        self._functions.clear()
 
     def devices(self) -> list[Device]:
         """All GPUs that this process may see, and their MIG slices. One that does not open is listed with its reason.
@@ -140,8 +171,8 @@ class Nvml:
         Raises:
             NvmlError: it cannot be reached.
         """
-        self._handles.pop(uuid, None)
-        self._handles[uuid] = self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
+        self.handles.pop(uuid, None)
+        self.handles[uuid] = self._handle_of(uuid)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """``release`` will be called once, when NVML is about to be closed, to give back what it holds of NVML's."""
@@ -149,25 +180,7 @@ class Nvml:
 
     def holds(self, uuid: str) -> bool:
         """Whether there is a handle for the device."""
-        return uuid in self._handles
-
-    def handle(self, uuid: str) -> Any:
-        """NVML's own name of a device.
-
-        Raises:
-            NvmlError: it cannot be reached.
-        """
-        if uuid not in self._handles:
-            self.find(uuid)
-        return self._handles[uuid]
-
-    def memory_used(self, uuid: str) -> int:
-        """Bytes in use, without what the driver reserves where NVML tells them apart.
-
-        Raises:
-            NvmlError: NVML has no value.
-        """
-        return int(self._memory(uuid, self.handle(uuid)).used)
+        return uuid in self.handles
 
     def pci_address(self, uuid: str) -> str:
         """As sysfs writes it: ``0000:1b:00.0``.
@@ -175,7 +188,7 @@ class Nvml:
         Raises:
             NvmlError: NVML does not tell.
         """
-        pci = self.call("nvmlDeviceGetPciInfo_v3", self._handles[uuid])
+        pci = self.call("nvmlDeviceGetPciInfo_v3", self.handles[uuid])
         return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
 
     def nvlinks(self, uuid: str) -> NvLinks:
@@ -184,7 +197,7 @@ class Nvml:
         Raises:
             NvmlError: NVML does not tell, which is so in MIG mode.
         """
-        handle, states = self._handles[uuid], self.link_states(uuid)
+        handle, states = self.handles[uuid], self.link_states(uuid)
         kinds = [
             self._optional(self.call, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             for link, up in enumerate(states)
@@ -200,14 +213,18 @@ class Nvml:
         Raises:
             NvmlError: NVML does not tell.
         """
-        handle, states = self.handle(uuid), list[bool]()
+        handle, states = self.handles[uuid], list[bool]()
+        ask, answer = self.function("nvmlDeviceGetNvLinkState"), ctypes.c_uint()
+        where = ctypes.byref(answer)
         for link in range(self.lib.NVML_NVLINK_MAX_LINKS):
-            try:
-                states.append(bool(self.call("nvmlDeviceGetNvLinkState", handle, link)))
-            except NvmlError as e:
-                if e.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):  # past the last link of this GPU
-                    raise
-                break
+            code = ask(handle, link, where)
+            if not code:
+                states.append(bool(answer.value))
+                continue
+            error = self.error(code)
+            if error.name not in ("NOT_SUPPORTED", "INVALID_ARGUMENT"):
+                raise error
+            break  # past the last link of this GPU
         return states
 
     def nvlink_domain(self, uuid: str) -> str:
@@ -218,7 +235,7 @@ class Nvml:
             NvmlError: the driver does not know of such fabrics.
         """
         info = self.lib.c_nvmlGpuFabricInfo_t()
-        self.call("nvmlDeviceGetGpuFabricInfo", self._handles[uuid], ctypes.byref(info))
+        self.call("nvmlDeviceGetGpuFabricInfo", self.handles[uuid], ctypes.byref(info))
         cluster = bytes(info.clusterUuid)
         if info.state != self.lib.NVML_GPU_FABRIC_STATE_COMPLETED or info.status or not any(cluster):
             return ""
@@ -226,15 +243,15 @@ class Nvml:
 
     def _describe(self, handle: Any, index: int, parent: str | None) -> Device:
         uuid = str(self.call("nvmlDeviceGetUUID", handle))
-        self._handles[uuid] = handle
-        memory = self._optional(self._memory, uuid, handle)
+        self.handles[uuid] = handle
+        memory = self._optional(self.memory, uuid, handle)
         limit_mw = None if parent else self._optional(self.call, "nvmlDeviceGetEnforcedPowerLimit", handle)
         return Device(
             uuid=uuid,
             index=index,
             minor=None if parent else self._optional(self.call, "nvmlDeviceGetMinorNumber", handle),
             name=self._optional(self.call, "nvmlDeviceGetName", handle),
-            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_total_bytes=None if memory is None else memory.total,
             memory_includes_reserved=uuid in self._without_memory_v2,
             parent=parent,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
@@ -251,7 +268,12 @@ class Nvml:
                 found.append(self._describe(inner, device.index, device.uuid))
         return found
 
-    def _memory(self, uuid: str, handle: Any) -> Any:
+    def memory(self, uuid: str, handle: Any) -> Memory:
+        """``used``: without what the driver reserves, where NVML tells them apart.
+
+        Raises:
+            NvmlError: NVML has no value.
+        """
         if uuid not in self._without_memory_v2:
             try:
                 return self._memory_v2(handle)
@@ -261,15 +283,16 @@ class Nvml:
         # The first version counts what the driver reserves as used.
         memory = self.call("nvmlDeviceGetMemoryInfo", handle)
         self._without_memory_v2.add(uuid)
-        return memory
+        return Memory(memory.total, memory.used)
 
-    def _memory_v2(self, handle: Any) -> Any:
-        """Overwritten by the next call."""
+    def _memory_v2(self, handle: Any) -> Memory:
         if self._memory_answer is None:
-            self._memory_answer = self.lib.c_nvmlMemory_v2_t()
-            self._memory_answer.version = self.lib.nvmlMemory_v2
-        self.ask("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(self._memory_answer))
-        return self._memory_answer
+            self._memory_answer = _MEMORY_V2(self.lib.nvmlMemory_v2)
+            self._memory_of = self.function("nvmlDeviceGetMemoryInfo_v2")
+        code = self._memory_of(handle, self._memory_answer)
+        if code:
+            raise self.error(code)
+        return Memory(self._memory_answer[_TOTAL], self._memory_answer[_USED])
 
     def _optional(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -294,31 +317,17 @@ class Nvml:
             raise self.error(e.value) from e
 
     def function(self, name: str) -> Callable[..., int]:
-        """The C function itself, which returns a code for :meth:`error`. What is asked every second is asked this way:
-        nvidia-ml-py's wrappers take more of the sampler's time than all the rest.
+        """The C function itself, which returns a code for :meth:`error`; one that NVML lacks returns the code for that.
+        It may be kept as long as this is.
 
-        Raises:
-            NvmlError: NVML does not have it.
+        What is asked every second is asked this way: nvidia-ml-py's wrappers take more of the sampler's time than all
+        the rest.
         """
-        function = self._functions.get(name)
-        if function is None:
-            if self.lib is None:
-                raise NvmlError("UNINITIALIZED")
-            try:
-                function = self._functions[name] = getattr(self.lib.nvmlLib, name)
-            except AttributeError as e:
-                raise NvmlError("FUNCTION_NOT_FOUND") from e
-        return function
+        found: Callable[..., int] | None = getattr(self.lib and self.lib.nvmlLib, name, None)
+        return _refused if found is None else found
 
-    def ask(self, name: str, *args: Any) -> None:
-        """Call the C function itself; the answer is where ``args`` say.
-
-        Raises:
-            NvmlError: NVML refused, or does not have it.
-        """
-        code = self.function(name)(*args)
-        if code:
-            raise self.error(code)
+    def _handle_of(self, uuid: str) -> Any:
+        return self.call("nvmlDeviceGetHandleByUUID", uuid.encode())
 
     def error(self, code: int) -> NvmlError:
         """NVML's return code in words, where it comes inside an answer."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from clustertrain import clock
 from clustertrain.telemetry import fields
@@ -20,6 +20,8 @@ _FIELDS = {pace: tuple(f.name for f in fields.GPU if f.pace == pace) for pace in
 _PLACE = {name: i for names in _FIELDS.values() for i, name in enumerate(names)}
 _CEILING = {f.name: f.ceiling for f in fields.GPU}
 
+_Values = list[float | NvmlError | None]
+
 
 class Calls(Protocol):
     """What is needed of :class:`~clustertrain.telemetry.readers.gpu_calls.GpuCalls`."""
@@ -31,6 +33,8 @@ class Calls(Protocol):
     def absent(self) -> Mapping[str, str]: ...
 
     def find(self) -> None: ...
+
+    def handle(self) -> Any: ...
 
     def holds(self) -> bool: ...
 
@@ -66,6 +70,11 @@ class GpuReader:
         calls: Calls | None = None,
     ) -> None:
         self._calls: Calls = GpuCalls(nvml, device) if calls is None else calls
+        # By pace, in the order of the calls: the fields' places in the registry, and the highest values that can be.
+        self._places = {
+            pace: tuple((_PLACE[f], _CEILING[f]) for call in each for f in call.fields)
+            for pace, each in self._calls.calls.items()
+        }
         self.device = device
         self._now = now
         self._retries: dict[str, Backoff] = {}
@@ -81,16 +90,18 @@ class GpuReader:
         now = self._now()
         if self.lost is not None and not self._came_back(now):
             return None
-        found: list[float | None] = [None] * len(_FIELDS[pace])
-        for call in self._calls.calls[pace]:
-            wanted = call.fields
-            if self._retries:
-                wanted = tuple(f for f in wanted if f not in self._retries or self._retries[f].due(now))
-                if not wanted:
-                    continue
-            self._read(call, wanted, found, now)
-            if self.lost is not None:
-                return None
+        names, reasons = _FIELDS[pace], self.reasons
+        found: list[float | None] = [None] * len(names)
+        for (place, ceiling), value in zip(self._places[pace], self._values(pace, now), strict=False):
+            if isinstance(value, float) and 0 <= value <= ceiling:
+                found[place] = value
+                if reasons and names[place] in reasons:
+                    self._retries.pop(names[place], None)
+                    del reasons[names[place]]
+            elif value is not None:
+                self._failed(names[place], _error(value, names[place]), now)
+                if self.lost is not None:
+                    return None
         return found
 
     def reopened(self) -> None:
@@ -98,27 +109,26 @@ class GpuReader:
         self._retries.clear()
         self.session_dead = False
 
-    def _read(self, call: Call, wanted: tuple[str, ...], found: list[float | None], now: float) -> None:
-        try:
-            values = call.read(wanted)
-        except NvmlError as e:
-            for field in wanted:
-                self._failed(field, e, now)
-            return
-        reasons = self.reasons
-        for field in wanted:
-            value = values[field]
-            if isinstance(value, NvmlError):
-                self._failed(field, value, now)
-                if self.lost is not None:
-                    return
-            elif not 0 <= value <= _CEILING[field]:
-                self._failed(field, NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}"), now)
-            else:
-                found[_PLACE[field]] = value
-                if reasons and field in reasons:
-                    self._retries.pop(field, None)
-                    del reasons[field]
+    def _values(self, pace: Pace, now: float) -> _Values:
+        """What the calls said, in their order; None where it was not time to ask. Ends with the error of a lost GPU."""
+        found: _Values = []
+        handle = None
+        for call in self._calls.calls[pace]:
+            wanted = call.fields
+            if self._retries:
+                wanted = tuple(f for f in wanted if f not in self._retries or self._retries[f].due(now))
+            if not wanted:
+                found += [None] * len(call.fields)
+                continue
+            try:
+                handle = handle or self._calls.handle()
+                values = call.read(handle, wanted)
+            except NvmlError as e:
+                values = [e] * len(call.fields)
+                if e.name in _LOST:
+                    return [*found, *values]
+            found += values if len(wanted) == len(call.fields) else _only(wanted, call.fields, values)
+        return found
 
     def _failed(self, field: str, error: NvmlError, now: float) -> None:
         if error.name in _LOST:
@@ -143,7 +153,7 @@ class GpuReader:
         probe = self._calls.calls[FAST][0]
         try:
             self._calls.find()
-            probe.read(probe.fields)
+            probe.read(self._calls.handle(), probe.fields)
         except NvmlError as e:
             # With a handle, a field that this GPU never offered says nothing about its health; without one, all does.
             if not (self._calls.holds() and e.name in _LASTING):
@@ -152,3 +162,13 @@ class GpuReader:
         self.lost = None
         self.reasons = dict(self._calls.absent)
         return True
+
+
+def _only(wanted: tuple[str, ...], fields: tuple[str, ...], values: Sequence[float | NvmlError]) -> _Values:
+    return [value if field in wanted else None for field, value in zip(fields, values, strict=True)]
+
+
+def _error(value: float | NvmlError, field: str) -> NvmlError:
+    if isinstance(value, NvmlError):
+        return value
+    return NvmlError("IMPLAUSIBLE", f"the driver returned {value:g} for {field}")

@@ -7,9 +7,16 @@ sysfs-class-infiniband) and Documentation/block/stat.rst.
 
 from __future__ import annotations
 
+import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+from clustertrain import clock
+
+_CHOSEN_FOR_S = 60.0
 _SECTOR = 512  # in block/*/stat, whatever the disk's own is
 _WORD = 4  # port_rcv_data and port_xmit_data count words of 32 bits
 _FULL_U32 = 0xFFFFFFFF  # where a counter of old hardware stays once it is there
@@ -21,21 +28,62 @@ class Missing(Exception):
     """There is nothing to read; the message says why."""
 
 
-def network(root: Path) -> tuple[float, float]:
-    """Bytes received and sent by the interfaces that belong to hardware; where there is none (a container with a
-    virtual one), by those that lie at the bottom.
+class Kind(NamedTuple):
+    """A kind of devices: ``choose(root)`` lists the folders of those that count, ``read(folder)`` gives two counters of
+    one, None where it has none that can be used."""
 
-    Raises:
-        Missing: there is no interface but the loopback.
+    choose: Callable[[Path], list[str]]
+    read: Callable[[str], tuple[int, int] | None]
+    without: str  # why there is no figure where none is chosen
+    unusable: str = ""  # and where none of the chosen can be used
+
+
+class Counters:
+    """The sums over all devices of a kind.
+
+    Which devices count is looked up once a minute, and when one is gone: that takes ten times as long as to read them.
     """
+
+    def __init__(self, kind: Kind, root: Path, now: Callable[[], float] = clock.monotonic) -> None:
+        self._kind, self._root, self._now = kind, root, now
+        self._chosen: list[str] = []
+        self._again_at = -math.inf
+
+    def read(self) -> tuple[float, float]:
+        """Bytes received and sent, or read and written.
+
+        Raises:
+            Missing: there is nothing to read.
+            OSError, ValueError, IndexError: what there is cannot be read.
+        """
+        if self._now() < self._again_at:
+            try:
+                return self._sums()
+            except (OSError, ValueError, IndexError):
+                pass  # one of them may be gone
+        self._chosen = self._kind.choose(self._root)
+        self._again_at = self._now() + _CHOSEN_FOR_S
+        return self._sums()
+
+    def _sums(self) -> tuple[float, float]:
+        if not self._chosen:
+            raise Missing(self._kind.without)
+        found = [pair for pair in map(self._kind.read, self._chosen) if pair is not None]
+        if not found:
+            raise Missing(self._kind.unusable)
+        return float(sum(a for a, _ in found)), float(sum(b for _, b in found))
+
+
+def _interfaces(root: Path) -> list[str]:
+    """Those that belong to hardware; where there is none (a container with a virtual one), those at the bottom."""
     folder = root / "sys/class/net"
     names = [n for n in _names(folder) if (folder / n / "statistics").is_dir() and n != "lo"]
     chosen = [n for n in names if _is_port(folder / n)] or [n for n in names if _is_bottom(folder / n)]
-    if not chosen:
-        raise Missing(f"{folder} lists no interface but the loopback")
-    received = sum(_number(folder / n / "statistics/rx_bytes") for n in chosen)
-    sent = sum(_number(folder / n / "statistics/tx_bytes") for n in chosen)
-    return float(received), float(sent)
+    return [f"{folder}/{n}/statistics" for n in chosen]
+
+
+def _interface(folder: str) -> tuple[int, int]:
+    return int(_contents(f"{folder}/rx_bytes")), int(_contents(f"{folder}/tx_bytes"))
 
 
 def _is_port(interface: Path) -> bool:
@@ -51,23 +99,12 @@ def _is_bottom(interface: Path) -> bool:
     return not stacked and not (interface / "bridge").is_dir() and not (interface / "master").exists()
 
 
-def infiniband(root: Path) -> tuple[float, float]:
-    """Bytes received and sent by all ports of RDMA devices: InfiniBand, RoCE, EFA.
-
-    Raises:
-        Missing: there is none, or none that counts without overflowing.
-    """
+def _ports(root: Path) -> list[str]:
     folder = root / "sys/class/infiniband"
-    ports = [port for device in _names(folder) for port in sorted((folder / device).glob("ports/*"))]
-    if not ports:
-        raise Missing("this node has no RDMA device")
-    counted = [c for c in map(_port, ports) if c is not None]
-    if not counted:
-        raise Missing("no RDMA port of this node has counters of 64 bits")
-    return float(sum(r for r, _ in counted)), float(sum(s for _, s in counted))
+    return [str(port) for device in _names(folder) for port in sorted((folder / device).glob("ports/*"))]
 
 
-def _port(port: Path) -> tuple[int, int] | None:
+def _port(port: str) -> tuple[int, int] | None:
     # counters_ext: mlx4 before Linux 4.5; hw_counters: EFA, in bytes.
     for folder, received, sent, scale in (
         ("counters_ext", "port_rcv_data_64", "port_xmit_data_64", _WORD),
@@ -75,7 +112,7 @@ def _port(port: Path) -> tuple[int, int] | None:
         ("hw_counters", "rx_bytes", "tx_bytes", 1),
     ):
         try:
-            values = _number(port / folder / received), _number(port / folder / sent)
+            values = int(_contents(f"{port}/{folder}/{received}")), int(_contents(f"{port}/{folder}/{sent}"))
         except (OSError, ValueError):  # "N/A (no PMA)" is one of the answers
             continue
         if _FULL_U32 not in values:
@@ -83,18 +120,33 @@ def _port(port: Path) -> tuple[int, int] | None:
     return None
 
 
-def disks(root: Path) -> tuple[float, float]:
-    """Bytes read from and written to this node's own disks.
-
-    Raises:
-        Missing: it has none.
-    """
+def _own_disks(root: Path) -> list[str]:
     folder = root / "sys/block"
-    whole = [n for n in _names(folder) if (folder / n / "device").exists() and _text(folder / n / "hidden") != "1"]
-    if not whole:
-        raise Missing("this node has no disk of its own")
-    stats = [(folder / n / "stat").read_text().split() for n in whole]
-    return float(_SECTOR * sum(int(s[2]) for s in stats)), float(_SECTOR * sum(int(s[6]) for s in stats))
+    return [
+        f"{folder}/{n}"
+        for n in _names(folder)
+        if (folder / n / "device").exists() and _text(folder / n / "hidden") != "1"
+    ]
+
+
+def _disk(folder: str) -> tuple[int, int]:
+    stat = _contents(f"{folder}/stat").split()
+    return _SECTOR * int(stat[2]), _SECTOR * int(stat[6])
+
+
+NETWORK = Kind(_interfaces, _interface, "this node has no network interface but the loopback")
+# InfiniBand, RoCE, EFA.
+INFINIBAND = Kind(_ports, _port, "this node has no RDMA device", "no RDMA port of this node has counters of 64 bits")
+DISKS = Kind(_own_disks, _disk, "this node has no disk of its own")
+
+
+def _contents(path: str) -> bytes:
+    """Of a file of the kernel's, which are short. Without a Path and without buffers, which take ten times as long."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
 
 
 def _names(folder: Path) -> list[str]:
@@ -109,7 +161,3 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _number(path: Path) -> int:
-    return int(path.read_text())

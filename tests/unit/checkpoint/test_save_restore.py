@@ -393,6 +393,8 @@ def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: Checkpo
 
 
 def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: CheckpointManager, root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    root.chmod(0o750)
     before = os.umask(0o022)
     try:
         folder = manager.save(3, make_state()).path

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
-from clustertrain.launch.alerting import notes
+from clustertrain.launch import alerting
 from clustertrain.spec.telemetry import AlertsSpec
 
+URL = "https://hooks.example.org/secret"
 
-def test_nothing_is_said_of_what_is_well() -> None:
+
+def notes(
+    spec: AlertsSpec, *, share: bool = False, environ: Mapping[str, str] = {}, given: Mapping[str, str] = {}
+) -> list[str]:
+    return alerting.notes(spec, share=share, environ=environ, given=given)
+
+
+def test_nothing_is_said_of_what_is_well(tmp_path: Path) -> None:
     assert notes(AlertsSpec(), share=True) == []
-    spec = AlertsSpec(command=[sys.executable], webhook="https://hooks.example.org/secret")
-    assert notes(spec, share=False) == []
-    assert notes(AlertsSpec(webhook="http://localhost:8080/x"), share=False) == []
+    assert notes(AlertsSpec(command=[sys.executable])) == []
+    assert notes(AlertsSpec(webhook_env="HOOK"), environ={"HOOK": URL}, share=True) == []
+    file = tmp_path / "hook"
+    file.write_text(URL)
+    file.chmod(0o600)
+    assert notes(AlertsSpec(webhook_file=str(file)), share=True) == []
 
 
 def test_what_is_odd_is_a_note_without_the_secret() -> None:
@@ -21,3 +34,26 @@ def test_what_is_odd_is_a_note_without_the_secret() -> None:
     assert len(found) == 3
     assert "no-such-program-at-all" in found[0] and "encryption" in found[1] and "--share" in found[2]
     assert "secret" not in " ".join(found)
+
+
+def test_a_secret_in_the_recipe_is_told_with_the_ways_to_keep_it_out() -> None:
+    for url in (URL, "http://localhost:8080/secret"):
+        (found,) = notes(AlertsSpec(webhook=url))
+        assert "in the clear" in found and "webhook_env" in found and "webhook_file" in found
+        assert "secret" not in found
+
+
+def test_a_variable_that_the_job_will_not_have_or_that_is_written_down() -> None:
+    (missing,) = notes(AlertsSpec(webhook_env="HOOK"))
+    assert "HOOK is not set here" in missing
+    (written,) = notes(AlertsSpec(webhook_env="HOOK"), given={"HOOK": URL})
+    assert "spec.toml and job.sh" in written and "secret" not in written
+
+
+def test_a_file_that_is_missing_or_open(tmp_path: Path) -> None:
+    file = tmp_path / "hook"
+    assert "No such file" in notes(AlertsSpec(webhook_file=str(file)))[0]
+    file.write_text(URL)
+    file.chmod(0o640)
+    (found,) = notes(AlertsSpec(webhook_file=str(file)))
+    assert "chmod 600" in found and "secret" not in found

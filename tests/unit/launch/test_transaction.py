@@ -72,6 +72,26 @@ def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_
     assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.script.read_text()
 
 
+@pytest.mark.parametrize(("share", "folder", "file"), [(True, 0o750, 0o040), (False, 0o700, 0)])
+def test_the_umask_neither_closes_a_shared_run_nor_opens_another(
+    fake_slurm: FakeSlurm, tmp_path: Path, share: bool, folder: int, file: int
+) -> None:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "train.py").write_text("print(1)\n")
+    (project / "src" / "train.py").chmod(0o600)
+    before = os.umask(0o077)
+    try:
+        run = ask(tmp_path, "project/src/train.py", job={"share": share}).run
+        assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+    found = [run.path, *run.path.rglob("*")]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir()} == {folder}
+    files = {p.name: p.stat().st_mode & 0o070 for p in found if p.is_file()}
+    assert set(files.values()) == {file} and "train.py" in files, files
+
+
 def a_recipe_with_an_entry(tmp_path: Path) -> Path:
     """A repository with the package ``nets`` beside a recipe that trains a module of it."""
     project = tmp_path / "project"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import attempts, goodput, metrics
-from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.goodput import ALL, PARTS, Goodput, Stretch
 from tests.unit.run.histories import History, Told
 
 
-def book_of(history: History, now: float, *, finished: bool = True) -> Goodput:
-    book = goodput.ledger(history.run, attempts.read_all(history.run), now, finished)
+def book_of(history: History, now: float, *, finished: bool = True, of: Stretch = ALL) -> Goodput:
+    book = goodput.ledger(history.run, attempts.read_all(history.run), now, finished, of=of)
     parts = [getattr(book, part) for part in PARTS]
     assert all(math.isfinite(p) and p >= 0 for p in parts), book
     assert abs(math.fsum(parts) - book.wall_s) <= 1e-6
@@ -350,3 +350,36 @@ def _wild(told: Told, at: random.Random) -> None:
         else:
             step += 1
             told.step(step, at.uniform(0, 5), wait_s=at.uniform(0, 9))
+
+
+def test_the_ledgers_of_the_attempts_add_up_to_that_of_the_run(tmp_path: Path) -> None:
+    history = preempted_and_resumed(tmp_path)
+    whole = book_of(history, 500.0)
+    one, two = (book_of(history, 500.0, of=Stretch(attempt=n)) for n in (1, 2))
+    assert (one.wall_s, two.wall_s) == (pytest.approx(50.0), pytest.approx(50.0))  # each with the wait before it
+    assert one.repeated_s == 0 and two.repeated_s == pytest.approx(whole.repeated_s)
+    for part in PARTS:
+        assert getattr(one, part) + getattr(two, part) == pytest.approx(getattr(whole, part)), part
+
+
+def test_the_ledger_of_the_last_seconds(tmp_path: Path) -> None:
+    history = preempted_and_resumed(tmp_path)
+    whole = book_of(history, 500.0)
+    assert book_of(history, 500.0, of=Stretch(since=-1.0)) == whole
+    before = whole
+    for since in (5.0, 15.0, 25.5, 31.0, 49.0, 55.0, 64.0, 67.5, 72.3, 90.0, 99.9):
+        book = book_of(history, 500.0, of=Stretch(since=since))
+        assert book.wall_s == pytest.approx(100.0 - since)
+        for part in PARTS:
+            assert getattr(book, part) <= getattr(before, part) + 1e-6, (since, part)
+        before = book
+    assert book_of(history, 500.0, of=Stretch(since=200.0)) == Goodput()
+
+
+def test_what_the_last_seconds_hold(tmp_path: Path) -> None:
+    """From the middle of step 18 on, which ends at 72.5; three are repeated, then come 20 of half a second."""
+    book = book_of(preempted_and_resumed(tmp_path), 500.0, of=Stretch(since=72.0))
+    assert parts_of(book)["repeated_s"] == pytest.approx(2.5)
+    assert parts_of(book)["productive_s"] == pytest.approx(10.0)
+    assert parts_of(book)["checkpoint_stall_s"] == pytest.approx(4.0)
+    assert set(parts_of(book)) == {"repeated_s", "productive_s", "checkpoint_stall_s", "shutdown_s"}

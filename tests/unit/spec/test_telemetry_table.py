@@ -92,3 +92,25 @@ def test_the_ports_after_it_exist_too(port: int, taken: bool) -> None:
         return
     with pytest.raises(ConfigError, match=f"port = {port}: must lie between 0 and 65503"):
         build(table, Recipe, "it.toml")
+
+
+def test_the_webhooks_url_may_be_kept_elsewhere() -> None:
+    assert read('telemetry.alerts.webhook_env = "MY_HOOK"').alerts.has_webhook
+    assert read('telemetry.alerts.webhook_file = "/home/me/.hook"').alerts.has_webhook
+    assert not read("telemetry.alerts.xid = false").alerts.has_webhook
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('webhook_env = "https://host/very-secret"', "the name of an environment variable"),
+        ('webhook_env = "1X"', "the name of an environment variable"),
+        ('webhook_file = "hook"', "absolute"),
+        ('webhook = "https://host/x"\nwebhook_env = "HOOK"', "webhook and webhook_env are given"),
+        ('webhook_file = "/x"\nwebhook_env = "HOOK"', "keep one"),
+    ],
+)
+def test_where_a_webhooks_url_cannot_be_kept(text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as e:
+        read("\n".join(f"telemetry.alerts.{line}" for line in text.splitlines()))
+    assert "very-secret" not in str(e.value)

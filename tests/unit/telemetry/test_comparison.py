@@ -12,7 +12,8 @@ from clustertrain.report import compare as report
 from clustertrain.report import terminal
 from clustertrain.run.folder import RunDir
 from clustertrain.telemetry.analysis import comparison
-from clustertrain.telemetry.summary import ProcessSummary
+from clustertrain.telemetry.analysis.settings import Setting, settings_of
+from clustertrain.telemetry.summary import ProcessSummary, Summary
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 from tests.unit.telemetry.summaries import broken, healthy, noted, replace, stats, with_gpus
 
@@ -61,6 +62,50 @@ def test_runs_of_different_sizes_are_compared_by_gpu() -> None:
     assert found.figures["tokens_per_s_per_gpu"].better == "higher"
 
 
+def longer(factor: float, gpus: int = 8) -> Summary:
+    """The healthy run with ``factor`` times the steps, at the same cost a step."""
+    found = healthy(gpus)
+    assert found.training is not None and found.waste is not None and found.training.tokens is not None
+    more = replace(
+        found.training,
+        steps=int(found.training.steps * factor),
+        tokens=found.training.tokens * factor,
+        energy_j=1000.0 * found.training.steps * factor,
+        joules_per_token=0.25,
+    )
+    waste = replace(found.waste, gpu_hours=found.waste.gpu_hours * factor)
+    return replace(with_gpus(found, energy_j=1000.0), training=more, waste=waste)
+
+
+def test_what_runs_of_unlike_length_cost_a_step_and_a_token() -> None:
+    figures = comparison.of(longer(1), longer(4)).figures
+    assert figures["gpu_hours"].ratio == pytest.approx(4.0) and figures["energy_j"].ratio == pytest.approx(4.0)
+    for name in ("gpu_s_per_step", "gpu_s_per_million_tokens", "energy_per_step_j", "joules_per_token"):
+        assert figures[name].ratio == pytest.approx(1.0), name
+        assert figures[name].better == "lower", name
+    assert figures["energy_per_step_j"].a == pytest.approx(1000.0)
+    first = longer(1)
+    assert first.waste is not None and first.training is not None
+    assert figures["gpu_s_per_step"].a == pytest.approx(first.waste.gpu_hours * 3600 / first.training.steps)
+
+
+def test_steps_of_unlike_sizes_are_none_better_than_the_other() -> None:
+    large = longer(1)
+    assert large.training is not None
+    large = replace(large, training=replace(large.training, steps=large.training.steps // 2))
+    figures = comparison.of(longer(1), large).figures
+    assert figures["gpu_s_per_step"].better is None and figures["energy_per_step_j"].better is None
+    assert figures["gpu_s_per_million_tokens"].better == "lower"
+
+
+def test_energy_that_some_gpus_did_not_tell_is_not_that_of_a_step() -> None:
+    some = longer(1)
+    some = replace(some, gpus=[replace(some.gpus[0], energy_j=None), *some.gpus[1:]])
+    figures = comparison.of(longer(1), some).figures
+    assert figures["energy_per_step_j"].b is None and figures["energy_per_step_j"].missing
+    assert figures["energy_j"].b is None
+
+
 def test_a_missing_figure_has_its_reason() -> None:
     bare = replace(with_gpus(healthy(), power_w=None, nulls={"power_w": "NOT_SUPPORTED: no"}), training=None)
     found = comparison.of(healthy(), bare)
@@ -89,7 +134,7 @@ def test_settings_that_matter(tmp_path: Path) -> None:
         ("recipe.optim.lr", 3e-4, 1e-4),
         ("env", ["SECRET_ONE"], ["SECRET_TWO"]),
     ]
-    assert comparison.settings_of(a)["layout"] == "fsdp"
+    assert settings_of(a)["layout"] == "fsdp"
     assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
 
 
@@ -113,9 +158,7 @@ def test_as_text(width: int) -> None:
     good = healthy(8)
     assert good.training is not None
     good = replace(good, training=replace(good.training, mfu=None), run="a-longer-name-of-a-run-xyz234")
-    found = replace(
-        comparison.of(broken(), good), settings=[comparison.Setting("layout", "fsdp", "hybrid-shard 4 x 2")]
-    )
+    found = replace(comparison.of(broken(), good), settings=[Setting("layout", "fsdp", "hybrid-shard 4 x 2")])
     text = printed(found, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

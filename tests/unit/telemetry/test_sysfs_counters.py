@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,10 @@ def tree(root: Path, files: Mapping[str, object]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{value}\n")
     return root
+
+
+def sums(kind: sysfs.Kind, root: Path) -> tuple[float, float]:
+    return sysfs.Counters(kind, root).read()
 
 
 def interface(name: str, received: int, sent: int, **more: object) -> dict[str, object]:
@@ -42,28 +47,28 @@ def test_no_byte_counts_twice(tmp_path: Path) -> None:
             **interface("docker0", 1, 1, bridge__root_id="x"),
         },
     )
-    assert sysfs.network(tmp_path) == (300, 30)
+    assert sums(sysfs.NETWORK, tmp_path) == (300, 30)
 
 
 def test_a_virtual_function_below_an_interface_that_counts_it(tmp_path: Path) -> None:
     files = {**interface("eth0", 100, 10, **PORT), **interface("enP1", 90, 9, **PORT, master__device__vendor="x")}
-    assert sysfs.network(tree(tmp_path, files)) == (100, 10)
+    assert sums(sysfs.NETWORK, tree(tmp_path, files)) == (100, 10)
 
 
 def test_the_host_s_end_of_a_virtual_function(tmp_path: Path) -> None:
     uplink = interface("p0", 100, 10, **PORT, phys_port_name="p0")
     virtual = interface("pf0vf1", 40, 4, **PORT, phys_port_name="pf0vf1")
-    assert sysfs.network(tree(tmp_path, {**uplink, **virtual})) == (100, 10)
+    assert sums(sysfs.NETWORK, tree(tmp_path, {**uplink, **virtual})) == (100, 10)
 
 
 def test_inside_a_container_the_virtual_interface_is_all_there_is(tmp_path: Path) -> None:
     files = {**interface("lo", 7, 7), **interface("eth0", 100, 10), **interface("vlan5", 100, 10, lower_eth0="")}
-    assert sysfs.network(tree(tmp_path, files)) == (100, 10)
+    assert sums(sysfs.NETWORK, tree(tmp_path, files)) == (100, 10)
 
 
 def test_only_the_loopback(tmp_path: Path) -> None:
     with pytest.raises(sysfs.Missing, match="loopback"):
-        sysfs.network(tree(tmp_path, interface("lo", 7, 7)))
+        sums(sysfs.NETWORK, tree(tmp_path, interface("lo", 7, 7)))
 
 
 def rdma(device: str, port: int, received: object, sent: object, folder: str = "counters") -> dict[str, object]:
@@ -75,25 +80,25 @@ def rdma(device: str, port: int, received: object, sent: object, folder: str = "
 
 def test_infiniband_counts_words_of_four_bytes(tmp_path: Path) -> None:
     tree(tmp_path, {**rdma("mlx5_0", 1, 1000, 10), **rdma("mlx5_1", 1, 2**40, 5), **rdma("mlx5_1", 2, 0, 0)})
-    assert sysfs.infiniband(tmp_path) == (4 * (1000 + 2**40), 60)
+    assert sums(sysfs.INFINIBAND, tmp_path) == (4 * (1000 + 2**40), 60)
 
 
 def test_old_hardware_counts_on_in_the_extended_counters(tmp_path: Path) -> None:
     tree(tmp_path, {**rdma("mlx4_0", 1, 2**32 - 1, 17), **rdma("mlx4_0", 1, 2**33, 17, "counters_ext")})
-    assert sysfs.infiniband(tmp_path) == (4 * 2**33, 68)
+    assert sums(sysfs.INFINIBAND, tmp_path) == (4 * 2**33, 68)
 
 
 def test_a_counter_that_is_full_is_no_figure(tmp_path: Path) -> None:
     with pytest.raises(sysfs.Missing, match="64 bits"):
-        sysfs.infiniband(tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
+        sums(sysfs.INFINIBAND, tree(tmp_path, rdma("mthca0", 1, 2**32 - 1, 17)))
     tree(tmp_path, rdma("mlx5_0", 1, 10, 20))
-    assert sysfs.infiniband(tmp_path) == (40, 80)
+    assert sums(sysfs.INFINIBAND, tmp_path) == (40, 80)
 
 
 def test_efa_counts_bytes(tmp_path: Path) -> None:
     none = rdma("none", 1, "N/A (no PMA)", "N/A (no PMA)")
     tree(tmp_path, {**rdma("rdmap0s6", 1, 1000, 500, "hw_counters"), **none})
-    assert sysfs.infiniband(tmp_path) == (1000, 500)
+    assert sums(sysfs.INFINIBAND, tmp_path) == (1000, 500)
 
 
 def disk(name: str, read: int, written: int, **more: object) -> dict[str, object]:
@@ -114,9 +119,23 @@ def test_whole_disks_only(tmp_path: Path) -> None:
             **disk("zram0", 99, 9),
         },
     )
-    assert sysfs.disks(tmp_path) == (512 * 12, 512 * 3)
+    assert sums(sysfs.DISKS, tmp_path) == (512 * 12, 512 * 3)
 
 
 def test_a_node_without_disks(tmp_path: Path) -> None:
     with pytest.raises(sysfs.Missing, match="no disk"):
-        sysfs.disks(tree(tmp_path, disk("loop0", 1, 1)))
+        sums(sysfs.DISKS, tree(tmp_path, disk("loop0", 1, 1)))
+
+
+def test_which_disks_count_is_looked_up_again_after_a_minute_and_when_one_is_gone(tmp_path: Path) -> None:
+    now = 0.0
+    counters = sysfs.Counters(sysfs.DISKS, tree(tmp_path, disk("sda", 8, 2, device__model="x")), lambda: now)
+    assert counters.read() == (512 * 8, 512 * 2)
+    tree(tmp_path, {**disk("sda", 9, 2, device__model="x"), **disk("sdb", 100, 0, device__model="y")})
+    now = 50.0
+    assert counters.read() == (512 * 9, 512 * 2)
+    now = 60.0
+    assert counters.read() == (512 * 109, 512 * 2)
+    shutil.rmtree(tmp_path / "sys/block/sda")
+    now = 61.0
+    assert counters.read() == (512 * 100, 0)

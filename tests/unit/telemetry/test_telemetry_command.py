@@ -36,12 +36,14 @@ def test_the_report_and_its_choices() -> None:
     assert "gpt-abc234" in done.stdout
 
 
-@pytest.mark.parametrize(("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), ("10min", 600)]
+)
 def test_lengths_of_time(text: str, value: float) -> None:
     assert seconds(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10 m", "-5m", "5x"])
+@pytest.mark.parametrize("text", ["", "ten", "10 minutes", "-5m", "5x", "0s", "0"])
 def test_what_is_no_length_of_time(text: str) -> None:
     with pytest.raises(UsageError, match="--since"):
         seconds(text)

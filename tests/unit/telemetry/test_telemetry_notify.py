@@ -129,6 +129,51 @@ def test_a_webhook_gets_json_with_a_text(events: Events, server: Server) -> None
     assert events.named("alert_not_delivered") == []
 
 
+def test_a_webhook_that_a_variable_holds(events: Events, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_HOOK", f"{server.url}\n")
+    it = notifier(events, webhook_env="MY_HOOK")
+    it.send([LOST])
+    assert clock.wait_until(lambda: len(server.got) > 0, 20, 0.01)
+    it.stop()
+    assert server.got[0][0] == f"/{SECRET}"
+    assert events.named("alert_not_delivered") == []
+
+
+def test_a_webhook_in_a_file_that_changes(events: Events, server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "hook"
+    file.write_text(f"{server.url}/old\nmore\n")
+    it = notifier(events, webhook_file=str(file))
+    for number, end in enumerate(("old", "new"), 1):
+        file.write_text(f"{server.url}/{end}\nmore\n")
+        it.send([LOST])
+        assert clock.wait_until(lambda number=number: len(server.got) == number, 20, 0.01)
+        assert server.got[-1][0] == f"/{SECRET}/{end}"
+    it.stop()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(None, "No such file"), ("very-secret words", "no URL"), ("", "no URL"), ("\0\xff", "no URL")]
+)
+@pytest.mark.parametrize("kind", ["webhook_env", "webhook_file"])
+def test_a_webhook_that_is_not_where_it_should_be(
+    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str,
+    content: str | None, word: str,
+) -> None:  # fmt: skip
+    file = tmp_path / "hook"
+    if content is not None:
+        file.write_text(content)
+        monkeypatch.setenv("MY_HOOK", content.replace("\0", ""))
+    where = "MY_HOOK" if kind == "webhook_env" else str(file)
+    it = notifier(events, **{kind: where})
+    it.send([LOST])
+    (failed,) = events.wait_for("alert_not_delivered")
+    it.stop()
+    assert failed["way"] == "webhook" and failed["to"] == ("$MY_HOOK" if kind == "webhook_env" else where)
+    assert (word if kind == "webhook_file" or content is not None else "is not set") in failed["reason"]
+    assert where in failed["reason"]
+    assert "secret" not in json.dumps(events) + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("server", [(503, 200), (429, 200)], indirect=True, ids=str)
 def test_it_tries_once_more(events: Events, server: Server) -> None:
     it = notifier(events, webhook=server.url)

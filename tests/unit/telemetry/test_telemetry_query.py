@@ -378,14 +378,36 @@ def test_energy_a_token_needs_all_gpus(run: RunDir) -> None:
     assert found is not None and (found.energy_j, found.joules_per_token) == (400.0 * 100, None)
 
 
+def test_the_waste_of_a_part_of_the_run_is_its_own(run: RunDir) -> None:
+    """Attempt 1 trains from its 20th second on; 2 all the time, and does its steps once more."""
+    for n in (1, 2):
+        start = T0 + 1000 * n
+        attempt = new_attempt(run, n)
+        record(attempt, [(gpu(0), busy())], start=start, seconds=101)
+        event(attempt, "started", "n1", start)
+        with_steps(run, n, start + (20 if n == 1 else 0), 80 if n == 1 else 100)
+        event(attempt, "ended", "n1", start + 100, ending="preempted")
+    one, two = (summarize(run, Request(attempt=n)) for n in (1, 2))
+    assert one.waste is not None and one.waste.gpu_hours == pytest.approx(100 / 3600, abs=0.0001)
+    assert one.waste.by_cause == {"startup": pytest.approx(20 / 3600, abs=0.0003)}
+    assert two.waste is not None and two.waste.by_cause == {"repeated": pytest.approx(80 / 3600, abs=0.0003)}
+    assert one.goodput is not None and one.goodput.startup_s == pytest.approx(20.0)
+    early, late = (summarize(run, Request(attempt=1, since_s=s)).waste for s in (90, 50))
+    assert early is not None and early.by_cause == {"startup": pytest.approx(10 / 3600, abs=0.0003)}
+    assert late is not None and late.gpu_hours == pytest.approx(50 / 3600, abs=0.0001)
+    assert late.wasted_gpu_hours == 0.0
+
+
 def test_the_waste_of_the_run_is_not_shown_as_that_of_a_part_of_it(run: RunDir) -> None:
     for n in (1, 2):
         record(new_attempt(run, n), [(gpu(0), busy())], start=T0 + 1000 * n, seconds=101)
     whole = summarize(run)
     assert whole.waste is not None and whole.waste.gpu_hours == pytest.approx(200 / 3600, abs=0.0001)
-    for request in (Request(attempt=2), Request(since_s=50)):
-        found = summarize(run, request)
-        assert (found.waste, found.goodput) == (None, None)
+    known = Goodput(wall_s=500.0, lost_s=500.0)
+    for request, hours in ((Request(attempt=2), 100 / 3600), (Request(since_s=50), 50 / 3600)):
+        found = summarize(run, request._replace(goodput=known))
+        assert found.waste is not None and found.waste.gpu_hours == pytest.approx(hours, abs=0.0001)
+        assert found.goodput is not None and found.goodput != known
 
 
 def test_time_whose_use_nobody_told_is_no_waste(run: RunDir) -> None:

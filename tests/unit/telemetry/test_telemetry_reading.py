@@ -20,22 +20,25 @@ class FakeCalls:
         self.calls = {pace: tuple(self._call(f.name) for f in fields.GPU if f.pace == pace) for pace in (FAST, SLOW)}
 
     def _call(self, field: str) -> Call:
-        return Call((field,), lambda wanted: self._read(field))
+        return Call((field,), lambda handle, wanted: (self._read(field),))
 
     def find(self) -> None:
         if self.gone:
             raise NvmlError("NOT_FOUND")
 
+    def handle(self) -> str:
+        return "handle"
+
     def holds(self) -> bool:
         return not self.gone
 
-    def _read(self, field: str) -> dict[str, float | NvmlError]:
+    def _read(self, field: str) -> float:
         self.asked.append(field)
         if self.gone:
             raise NvmlError("GPU_IS_LOST")
         if field in self.errors:
             raise NvmlError(self.errors[field])
-        return {field: 0.5}
+        return 0.5
 
 
 class Time:

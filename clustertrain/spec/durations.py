@@ -1,0 +1,16 @@
+"""Lengths of time as people write them. Slurm's own form of a time limit is read by :mod:`clustertrain.spec.limits`."""
+
+from __future__ import annotations
+
+import re
+
+_UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
+_PART = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)\s*"
+
+
+def duration_s(text: str) -> float | None:
+    """``30s``, ``10min`` (or ``10m``), ``2h``, ``1d`` and sums as ``1h30min``, in seconds; None where it is none of
+    these."""
+    if not re.fullmatch(rf"(?:{_PART})+", text):
+        return None
+    return sum(float(number) * _UNIT_S[unit] for number, unit in re.findall(_PART, text))

@@ -1,0 +1,160 @@
+"""A run's own files, cut off, empty, or JSON and TOML of another shape: the commands that read a run say so or go on
+without them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from clustertrain import fsio
+from clustertrain.cli.checkpoint import list_ as checkpoints
+from clustertrain.cli.jobs import list_, status, wait
+from clustertrain.cli.logs import logs
+from clustertrain.cli.telemetry import compare, telemetry
+from clustertrain.cli.top import top
+from clustertrain.errors import ClusterTrainError
+from clustertrain.run import attempts
+from clustertrain.run.folder import RunDir
+from tests.unit.report.live_runs import begin, new_run
+
+JSON = {
+    "empty": b"",
+    "cut off": b'{"job_id": "local-1", "nod',
+    "a list": b"[1, 2]",
+    "a string": b'"words"',
+    "a number": b"7",
+    "null": b"null",
+    "nulls": b'{"job_id": null, "restart": null, "nodes": null, "host": null, "t": null, "layout": null, "batch": null,'
+    b'"time": null, "memory": null, "world_size": null, "ranks": null, "end_time": null, "signal_lead_s": null}',
+    "other kinds": b'{"job_id": [], "restart": "x", "nodes": 7, "host": {}, "t": "x", "layout": [1], "batch": "x",'
+    b'"time": 3, "memory": [], "world_size": {}, "ranks": [7, null], "end_time": "x", "signal_lead_s": "x"}',
+    "not UTF-8": b'{"job_id": "\xff\xfe"}',
+    "zeros": b"\0" * 64,
+    "deep": b"[" * 100_000,
+}
+TOML = {
+    "empty": b"",
+    "cut off": b'[job]\nbackend = "loc',
+    "a list": b"[1, 2]",
+    "other kinds": b"job = 7\nrecipe = []\n",
+    "a number": b"[job]\nbackend = 7\n",
+    "unknown": b"nonsense = 1\n",
+    "not UTF-8": b'[job]\nname = "\xff\xfe"\n',
+    "zeros": b"\0" * 64,
+}
+COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
+    "status": (status, []),
+    "telemetry": (telemetry, []),
+    "compare": (compare, []),
+    "top": (top, ["--once"]),
+    "logs": (logs, []),
+    "logs of a node": (logs, ["--node", "elsewhere"]),
+    "wait": (wait, []),
+    "checkpoint list": (checkpoints, []),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """One that has ended, so that `wait` does."""
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    now = time.time()
+    made = new_run(tmp_path, now)
+    begin(made, now - 60, ["a"], steps=20)
+    log = fsio.Appender(made.attempt(1).events_of("batch"))
+    log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 20})
+    log.close()
+    made.attempt(1).logs.mkdir()
+    made.attempt(1).rank_log(0).write_text("hello\n")
+    made.attempt(1).results.mkdir()
+    return made
+
+
+def call(command: str, run: RunDir, *more: str) -> Result:
+    found, options = COMMANDS[command]
+    names = [run.id, run.id] if found is compare else [run.id]
+    return CliRunner().invoke(found, [*names, *options, *more])
+
+
+def check(run: RunDir, path: Path) -> None:
+    """Each command goes on, or names the file; none has a traceback."""
+    for command in COMMANDS:
+        takes_json = any("--json" in p.opts for p in COMMANDS[command][0].params)
+        for more in ([], ["--json"]) if takes_json else ([],):
+            done = call(command, run, *more)
+            if isinstance(done.exception, ClusterTrainError):
+                error = done.exception
+                assert path.name in error.message or command == "logs of a node", (command, str(error))
+                assert error.fix, (command, str(error))
+            else:
+                assert done.exit_code == 0, (command, more, done.exception, done.exc_info)
+    listed = CliRunner().invoke(list_, ["--json"])
+    assert listed.exit_code == 0, listed.exception
+    (row,) = json.loads(listed.stdout)
+    assert row["run"] == run.id and (row["state"] == "completed" or path.name in row["error"])
+
+
+@pytest.mark.parametrize("content", JSON.values(), ids=list(JSON))
+@pytest.mark.parametrize("name", ["attempt", "plan", "record", "deadline", "results"])
+def test_json_of_another_shape(run: RunDir, name: str, content: bytes) -> None:
+    attempt = run.attempt(1)
+    path = {
+        "attempt": attempt.record,
+        "plan": run.plan,
+        "record": run.record,
+        "deadline": attempt.deadline,
+        "results": attempt.result_of("a"),
+    }[name]
+    path.write_bytes(content)
+    check(run, path)
+
+
+@pytest.mark.parametrize("content", TOML.values(), ids=list(TOML))
+def test_toml_of_another_shape(run: RunDir, content: bytes) -> None:
+    run.spec.write_bytes(content)
+    check(run, run.spec)
+
+
+@pytest.mark.parametrize("name", ["attempt", "plan"])
+def test_a_folder_in_the_place_of_a_file(run: RunDir, name: str) -> None:
+    path = run.attempt(1).record if name == "attempt" else run.plan
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    check(run, path)
+
+
+def said(run: RunDir, *argv: str) -> Any:
+    return json.loads(CliRunner().invoke(telemetry, [run.id, *argv, "--json"]).stdout)
+
+
+def test_what_is_damaged_is_said(run: RunDir) -> None:
+    run.attempt(1).record.write_text("[1]")
+    run.plan.write_text('{"layout": ')
+    for command in ("status", "telemetry"):
+        words = " ".join(call(command, run).stdout.split())
+        assert "attempt.json" in words and "a list" in words, command
+        assert "plan.json" in words and "is not JSON" in words, command
+    assert len(said(run)["unreadable"]) == 2
+    (note,) = [n for n in said(run)["notes"] if n["code"] == "unreadable"]
+    assert "2 files" in note["text"]
+
+
+def test_an_attempt_keeps_what_is_sound_of_its_record(run: RunDir) -> None:
+    run.attempt(1).record.write_text('{"job_id": "4711", "restart": "x", "nodes": ["a", 7], "host": "a", "t": true}')
+    (found,) = attempts.read_all(run)
+    assert (found.job_id, found.restart, found.nodes, found.host) == ("4711", 0, ("a",), "a")
+    assert found.trouble is not None and "restart" in found.trouble and "attempt.json" in found.trouble
+
+
+def test_a_record_that_is_missing_or_empty_is_no_damage(run: RunDir) -> None:
+    """Its attempt has just been claimed."""
+    run.attempt(1).record.write_text("")
+    assert attempts.read_all(run)[0].trouble is None
+    run.attempt(1).record.unlink()
+    assert attempts.read_all(run)[0].trouble is None
