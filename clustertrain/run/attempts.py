@@ -51,8 +51,8 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
     restored = events.last(log, "restored")
-    checkpoints = [int(e["step"]) for e in events.named(log, "checkpoint")]
-    rows = metrics.last_row(run.metrics_of(attempt.n))
+    checkpoints = _checkpoints(log)
+    rows = metrics.newest_row(run, attempt.n)
     steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
     return Attempt(
         n=attempt.n,
@@ -71,6 +71,17 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         requeued=_number(events.last(log, "requeued"), "how"),
         stopped=_number(events.last(log, "stopped"), "why"),
     )
+
+
+def _checkpoints(log: Sequence[events.Event]) -> list[int]:
+    """The steps that were committed and still count: going back takes away those that are newer."""
+    steps: list[int] = []
+    for event in log:
+        if event["event"] == "checkpoint":
+            steps.append(int(event["step"]))
+        elif event["event"] == "rolled_back" and "to_step" in event:
+            steps = [s for s in steps if s <= event["to_step"]]
+    return steps
 
 
 def read_all(run: RunDir) -> list[Attempt]:

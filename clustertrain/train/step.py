@@ -24,6 +24,10 @@ from clustertrain.train.context import RankContext
 from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.mesh import Groups
 from clustertrain.train.precision import LossScale
+from clustertrain.train.stability import clipping, update
+from clustertrain.train.stability.clipping import Clipping
+from clustertrain.train.stability.guard import Guard, Judged
+from clustertrain.train.stability.update import RunningStatistics
 
 # (output, target) -> mean over the samples, or (sum, how many it is the sum of).
 Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
@@ -32,12 +36,22 @@ Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | i
 @dataclass(frozen=True)
 class Stepped:
     """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
-    the device, equal on all ranks. ``skipped``: the gradients of this step overflowed in fp16 and were thrown away.
-    Of a step that counts nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero."""
+    the device, equal on all ranks, as all here. ``skipped``: the weights were left as they are, since the loss or the
+    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts nothing
+    (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
+
+    ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
+    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``overflow``: the gradient of the
+    scaled loss left the range of fp16, which the loss scale takes care of: such a step is skipped and not bad."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
-    skipped: bool = False
+    skipped: torch.Tensor
+    clipped: torch.Tensor
+    clip_fraction: torch.Tensor
+    finite: torch.Tensor
+    spike: torch.Tensor
+    overflow: bool = False
 
 
 def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -80,13 +94,15 @@ class TrainStep:
         self._context = context
         self._groups = groups
         self._scale = loss_scale
+        self.guard = Guard(context.stability, context.device)
+        self._statistics = RunningStatistics(model)
         self._takes_samples = takes_samples(unwrap(model))
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
         self._counts_loss = at.tp == 0
         self.forward = ForwardTime(context.device, waits_for_nobody(model, context.layout))
 
-    def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip_norm: float) -> Stepped:
+    def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip: Clipping) -> Stepped:
         micro_batches = batch if isinstance(batch, list) else [batch]
         for pair in micro_batches:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -97,16 +113,14 @@ class TrainStep:
             micro_batches = [context_parallel.slice_pair(pair, self._groups.context) for pair in micro_batches]
         nobodys = [bool((p < 0).any()) for p in samples] if samples else [False] * len(micro_batches)
         given = samples if self._takes_samples and samples is not None else [None] * len(micro_batches)
+        self._statistics.keep()
         if self._groups.pipeline() is not None:
             totals = self._model.run(micro_batches, given, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
         else:
             totals = self._accumulate(micro_batches, given, nobodys, loss_fn)
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
-        if dist.is_initialized():
-            dist.all_reduce(totals)
-        loss, count = totals.unbind()
-        return self._update((loss / count).float(), count, clip_norm)
+        return self._update(totals, clip)
 
     @property
     def _scale_now(self) -> float:
@@ -131,25 +145,45 @@ class TrainStep:
                 totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
         return totals
 
-    def _update(self, loss: torch.Tensor, count: torch.Tensor, clip_norm: float) -> Stepped:
+    def _update(self, totals: torch.Tensor, clip: Clipping) -> Stepped:
         params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+        gradients.complete(params)
+        elsewhere = getattr(self._model, "counted_elsewhere", ())
+        squares = gradients.squares(params, self._context.device, self._context.layout.pp, elsewhere)
+        # One sum over all ranks for all figures: what any rank has that is not finite, all hear of.
+        figures = torch.cat([totals, squares.reshape(1)])
+        if dist.is_initialized():
+            dist.all_reduce(figures)
+        total, count, square = figures.unbind()
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
         factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
-        elsewhere = getattr(self._model, "counted_elsewhere", ())
-        gradients.complete(params)
-        norm = gradients.total_norm(params, self._context.device, self._groups.pipeline(), elsewhere) * factor.float()
-        skipped = False
-        if self._scale is not None:
-            # The one host sync of a step, and only for fp16: whether to update must be known before.
-            skipped = not bool(torch.isfinite(norm))
-            self._scale.update(overflow=skipped)
-        if not skipped:
-            gradients.scale(params, (factor * gradients.clip_factor(norm, clip_norm)).float())
-            self._optimizer.step()
+        judged = self.guard.judge(total, count, (square.sqrt() * factor).float(), clip)
+        overflow = self._scale is not None and self._overflows(self._scale, judged)
+        clipped = clipping.apply(clip, params, factor.float(), judged.norm, judged.limit) & ~judged.skip
+        update.move(self._optimizer, judged.skip)
+        self._statistics.put_back_where(judged.skip)
         self._optimizer.zero_grad()
         self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
-        return Stepped(loss, norm, skipped)
+        return Stepped(
+            judged.loss,
+            judged.norm,
+            judged.skip,
+            clipped,
+            self.guard.note_clipped(clipped),
+            judged.finite,
+            judged.spike,
+            overflow,
+        )
+
+    @staticmethod
+    def _overflows(scale: LossScale, judged: Judged) -> bool:
+        """A host sync in each step, and only for fp16: the next step's scale must be known before it begins."""
+        if not bool(judged.loss.isfinite() | judged.finite):
+            return False  # not for the scale: the loss itself is none, before it was multiplied
+        overflow = not bool(judged.finite)
+        at_floor = scale.update(overflow=overflow)
+        return overflow and not at_floor
 
     def _loss_context(self) -> AbstractContextManager[object]:
         if self._context.layout.tp == 1:
