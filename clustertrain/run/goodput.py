@@ -171,7 +171,9 @@ class _Told:
         what nothing else claims."""
         length = span[1] - span[0]
         claims = {
-            "restore_s": sum(self._overlap(span, name, "restore_s", "restore_s") for name in ("restored", "rolled_back")),
+            "restore_s": sum(
+                self._overlap(span, name, "restore_s", "restore_s") for name in ("restored", "rolled_back")
+            ),
             "checkpoint_stall_s": self._overlap(span, "checkpoint", "stall_s", "save_s"),
             "evaluation_s": self._overlap(span, "evaluation", "eval_s", "eval_s"),
             **(steps or {}),

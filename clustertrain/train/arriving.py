@@ -10,12 +10,15 @@ import torch
 class Arriving:
     """A vector of ``names``, copied when this is made and read when it is there."""
 
-    def __init__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-        """``values``: one element each, all on one device."""
+    def __init__(self, names: Sequence[str], values: Sequence[torch.Tensor] | torch.Tensor) -> None:
+        """``values``: one element each, all on one device, or a vector."""
         self.names = tuple(names)
-        self._kinds = [v.dtype for v in values]
         # One copy for all. In fp64, which holds all fp32 and what of integers a figure has.
-        packed = values[0].detach().clone().reshape(1) if len(values) == 1 else _packed(values)
+        if isinstance(values, torch.Tensor):
+            self._kinds, packed = [values.dtype] * len(values), values.detach().clone()
+        else:
+            self._kinds = [v.dtype for v in values]
+            packed = values[0].detach().clone().reshape(1) if len(values) == 1 else _packed(values)
         self._copied: torch.cuda.Event | None = None
         # In pinned memory, as torch does by itself for a copy that does not wait.
         self._values = packed.to("cpu", non_blocking=True)

@@ -67,9 +67,9 @@ class Loader:
     """An endless iterator over this rank's part of each global batch, one item an optimizer step.
 
     An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
-    ranks. ``position`` is how far all ranks together have come in the stream of samples; that and what :meth:`leave_out`
-    was told is all the state there is. What the data set says of itself in an attribute ``version`` (a string) is kept
-    beside it, to be compared when a run resumes.
+    ranks. ``position`` is how far all ranks together have come in the stream of samples; that and what
+    :meth:`leave_out` was told is all the state there is. What the data set says of itself in an attribute ``version``
+    (a string) is kept beside it, to be compared when a run resumes.
 
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
@@ -96,6 +96,7 @@ class Loader:
             raise ConfigError("the data set is empty")
         self.global_batch = global_batch
         self.position = 0
+        self.taken = 0  # samples that all ranks together have taken in this session
         self._left_out = order.LeftOut()
         self.wait_s = 0.0  # spent waiting for data since the session last asked
         self._dataset = dataset
@@ -125,7 +126,8 @@ class Loader:
         for first, count in self._left_out.runs(position, self._first + self._share):
             skipped = min(ahead, count)
             ahead, first, count = ahead - skipped, first + skipped, count - skipped  # noqa: PLW2901
-            pairs += zip(order.samples(self._seed, len(self._dataset), first, count), range(first, first + count))
+            found = order.samples(self._seed, len(self._dataset), first, count)
+            pairs += [(sample, first + i) for i, sample in enumerate(found)]
         parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
         return [part or [(0, _NOBODYS)] for part in parts]
 
@@ -151,6 +153,7 @@ class Loader:
         parts = [self._to_device(next(self._iterator)) for _ in range(self._rounds)]
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position = self.after(self.position)
+        self.taken += self.global_batch
         self.wait_s += clock.monotonic() - started
         self.latest = parts if self._as_list else parts[0]
         self.fresh = True

@@ -27,6 +27,17 @@ def complete(params: Iterable[nn.Parameter]) -> None:
             p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
+def holders(tensor: torch.Tensor, stages: int = 1) -> int:
+    """How many ranks hold the same part of ``tensor`` as this one. ``stages``: the degree of pipeline parallel, whose
+    ranks hold different parameters."""
+    ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
+    if not is_dtensor(tensor):
+        return ranks
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    parts: int = math.prod(mesh.size(i) for i, at in enumerate(placements) if not at.is_replicate())
+    return ranks // parts
+
+
 def squares(
     params: Iterable[nn.Parameter],
     device: torch.device,
@@ -44,23 +55,18 @@ def squares(
         stages: the degree of pipeline parallel, whose ranks hold different parameters.
         elsewhere: id() of parameters that another stage counts (tied embeddings).
     """
-    ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
     grads: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for p in params:
         if p.grad is None or id(p) in elsewhere:
             continue
         grad: Any = p.grad
-        shards = 1
-        if is_dtensor(grad):
-            mesh = grad.device_mesh
-            shards = math.prod(mesh.size(i) for i, at in enumerate(grad.placements) if not at.is_replicate())
-            grad = grad.to_local()
-        grads.setdefault((ranks // shards, grad.dtype), []).append(grad)
+        same = (holders(grad, stages), grad.dtype)
+        grads.setdefault(same, []).append(grad.to_local() if is_dtensor(grad) else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (holders, _), same in grads.items():
+    for (ranks, _), alike in grads.items():
         # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
-        norms = torch.stack(torch._foreach_norm(same, 2, dtype=torch.float32)).double()
-        total = total + (norms.square().sum() / holders).to(device)
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32)).double()
+        total = total + (norms.square().sum() / ranks).to(device)
     return total
 
 

@@ -55,7 +55,10 @@ class _Row:
 
     def values(self) -> dict[str, Any]:
         """Waits until all are there."""
-        return {**self.plain, **{k: v for part in self.coming for k, v in part.plain(self.plain).items()}}
+        values = dict(self.plain)
+        for part in self.coming:
+            values.update(part.plain(values))
+        return values
 
 
 class Metrics:

@@ -15,6 +15,7 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
+from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from clustertrain.run import beat
@@ -24,11 +25,15 @@ from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
 from clustertrain.train.marks import Marks
-from clustertrain.train.memory import peak_allocated_gib
-from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
+from clustertrain.train.metrics import Scalar
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
+from clustertrain.train.recorder import Recorder
+from clustertrain.train.stability.clipping import Clipping
+from clustertrain.train.stability.supervisor import Back
+from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.watch import STATE, Watch
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
@@ -71,13 +76,12 @@ class Session:
         self._timeout_s = timeout_s
         self.step = 0
         self.tokens_per_step = 0
-        self._logged: dict[str, Plain | torch.Tensor] = {}
         self._loaders: list[Loader] = []
         self._places = Places(self._loaders)
         self._finished = False
         self._model: nn.Module | None = None
         self._train_step: TrainStep | None = None
-        self._apart_s = 0.0  # spent since the step began on what is not the step itself
+        self._watch: Watch | None = None
 
     # -- opening and closing
 
@@ -110,10 +114,9 @@ class Session:
         seeds.seed_all(self.seed)  # the same on all ranks, so that a model built now is
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
-        self._log_every = context.spec.recipe.train.log_every if context.spec else 0
-        path = context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None
-        self._marks.continue_rows(path)
-        self._metrics = Metrics(path, self._log_every)
+        warnings = Warnings(context.stability, self._event)
+        self._recorder = Recorder(context, self._marks, self._loaders, warnings)
+        self._metrics = self._recorder.metrics
         self._event(
             "session_started",
             t_begin=t_begin,
@@ -164,7 +167,8 @@ class Session:
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
             self._keeping.close()
-            self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin)
+            skipped = {} if self._watch is None else {"skipped_steps": self._watch.supervisor.skipped}
+            self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin, **skipped)
             if self._events is not None:
                 self._events.close()
             self._marks.close()
@@ -239,11 +243,13 @@ class Session:
         else:
             made = cls(params, **options)
         self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale)
+        self._watch = Watch(self._model, self._train_step.guard, self._context)
         return made
 
-    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0) -> Stepped:
+    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
         """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
-        norm of at most ``clip_norm`` (0: none), update.
+        norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
+        skipped by all of them. Its loss, rate and gradient norm go into the step's row.
 
         Args:
             batch: ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch`` yields them;
@@ -251,13 +257,22 @@ class Session:
             loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
                 mean is over something else, tokens say.
 
+            clip: in place of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
+
         Raises:
             UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
-                other micro-batches.
+                other micro-batches; both ``clip_norm`` and ``clip``.
         """
-        if self._train_step is None:
+        if self._train_step is None or self._watch is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
-        return self._train_step(batch, self._places.of(batch), loss_fn, clip_norm)
+        if clip is not None and clip_norm:
+            raise UsageError("session.train_step: give clip_norm or clip, not both")
+        look = self._watch.looks_at_layers(self.step + 1)
+        how = clip or Clipping(norm=clip_norm)
+        done = self._train_step(batch, self._places.of(batch), loss_fn, how, look)
+        self._watch.stepped(done)
+        self._recorder.stepped(done, self._train_step.optimizer)
+        return done
 
     def loader(
         self,
@@ -324,7 +339,7 @@ class Session:
         Raises:
             UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
         """
-        self._logged.update({name: checked(name, value) for name, value in scalars.items()})
+        self._recorder.log(scalars)
 
     def poll(self) -> bool:
         """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
@@ -345,7 +360,7 @@ class Session:
                 yield
         finally:
             eval_s = clock.monotonic() - started
-            self._apart_s += eval_s
+            self._recorder.apart(eval_s)
             self._event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
 
     def steps(
@@ -357,10 +372,11 @@ class Session:
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
-        Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved as often as
-        ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to stop, all leave at the
-        same step: they save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be
-        saved).
+        Before the first one the newest checkpoint that verifies is restored into ``state``. Where the recipe wants a
+        run to go back after a spike or steps that are not finite, an older one is, and lower numbers follow again. One
+        is saved as often as ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to
+        stop, all leave at the same step: they save, and the process ends by SystemExit: 0 in a run, outside one 75 (1
+        where nothing could be saved).
 
         Args:
             state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
@@ -371,12 +387,16 @@ class Session:
         Raises:
             ConfigError: ``checkpoint_every`` is none of these.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
+            Diverged: too many steps in a row were skipped, or the run has gone back too often.
         """
         if total < 0 or (keep is not None and keep < 1):
             raise UsageError(f"steps(total={total}, keep={keep}): must be positive")
         state = state if state is not None else {}
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
+        if self._watch is not None:
+            state[STATE] = self._watch
+            self._watch.begin(state)
         self._keeping.open(checkpoint_every, keep)
         with self._marks.during(beat.RESTORE):
             first = self.step = self._keeping.restore(state, self.seed)
@@ -386,6 +406,11 @@ class Session:
             due = asked or self._keeping.due(self.step)
             late = (stop or self.step == total) and self._is_late() and stop
             settle = not stop and self._agreement.taken("settle")
+            if self._watch is not None and (
+                back := self._watch.look(self.step, everything=stop or due or self.step == total)
+            ):
+                first = self._go_back(state, *back)
+                continue
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
             elif self.step == first + 1 < total:
@@ -404,6 +429,15 @@ class Session:
                 self._marks.enter(beat.SHUTDOWN)
                 return
             yield from self._one_step(first, total)
+
+    def _go_back(self, state: dict[str, Any], back: Back, wanted: Wanted) -> int:
+        """To the newest checkpoint before what went wrong; returns its step. Collective."""
+        with self._marks.during(beat.RESTORE):
+            self._metrics.drain(wait=True)
+            self.step = self._keeping.go_back(state, self.seed, back, wanted)
+        self._result.step = self.step
+        self._recorder.went_back()
+        return self.step
 
     def _checkpoint(self, state: dict[str, Any], reason: Reason | None, *, settle: bool, stop: bool) -> bool:
         """Save where there is a ``reason``, and wait for the saves under way to ``settle`` trouble or to ``stop``;
@@ -430,19 +464,16 @@ class Session:
         return self._agreement.any(self._keeping.too_late(left_s))
 
     def _one_step(self, first: int, total: int) -> Iterator[int]:
-        self._logged, self._apart_s = {}, 0.0
-        for loader in self._loaders:
-            loader.wait_s = 0.0
         t_begin = clock.now()
-        self._marks.step_begins(self.step)
+        self._recorder.begin(self.step)
+        if self._watch is not None:
+            self._watch.step_begins()
         yield self.step
         self.step += 1
         self._result.step = self.step
-        wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
-        plain = self._marks.step_ends(self.step, self._apart_s, self.tokens_per_step, wait_s)
-        if self._log_every and self.step % self._log_every == 0 and self.device.type == "cuda":
-            plain["peak_allocated_gib"] = peak_allocated_gib(self.device)
-        self._metrics.put(plain, self._logged)
+        if self._watch is not None:
+            self._watch.step_ends(self.step)
+        self._recorder.end(self.step, self.tokens_per_step)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)
 

@@ -20,6 +20,7 @@ from torch import nn
 from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision
+from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext
 from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.mesh import Groups
@@ -27,6 +28,7 @@ from clustertrain.train.precision import LossScale
 from clustertrain.train.stability import clipping, update
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.guard import Guard, Judged
+from clustertrain.train.stability.layers import Layers
 from clustertrain.train.stability.update import RunningStatistics
 
 # (output, target) -> mean over the samples, or (sum, how many it is the sum of).
@@ -37,12 +39,13 @@ Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | i
 class Stepped:
     """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
     the device, equal on all ranks, as all here. ``skipped``: the weights were left as they are, since the loss or the
-    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts nothing
-    (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
+    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts
+    nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
 
     ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
     ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``overflow``: the gradient of the
-    scaled loss left the range of fp16, which the loss scale takes care of: such a step is skipped and not bad."""
+    scaled loss left the range of fp16, which the loss scale takes care of: such a step is skipped and not bad;
+    ``layers``: figures by layer, of a step in which they were asked for."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -52,6 +55,7 @@ class Stepped:
     finite: torch.Tensor
     spike: torch.Tensor
     overflow: bool = False
+    layers: Arriving | None = None
 
 
 def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -79,7 +83,7 @@ def call(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
 
 
 class TrainStep:
-    """``forward`` has the time of its forward passes."""
+    """``forward`` has the time of its forward passes, ``guard`` what is known of the last steps."""
 
     def __init__(
         self,
@@ -88,9 +92,13 @@ class TrainStep:
         context: RankContext,
         groups: Groups,
         loss_scale: LossScale | None,
+        *,
+        decides: bool = True,
     ) -> None:
+        """``decides``: False where there are no values to decide by whether the step counts, as in a trace."""
+        self._decides = decides
         self._model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._context = context
         self._groups = groups
         self._scale = loss_scale
@@ -102,7 +110,15 @@ class TrainStep:
         self._counts_loss = at.tp == 0
         self.forward = ForwardTime(context.device, waits_for_nobody(model, context.layout))
 
-    def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip: Clipping) -> Stepped:
+    def __call__(
+        self,
+        batch: Any,
+        samples: Sequence[torch.Tensor] | None,
+        loss_fn: Loss,
+        clip: Clipping,
+        look: Layers | None = None,
+    ) -> Stepped:
+        """``look``: what is to look at the layers in this step."""
         micro_batches = batch if isinstance(batch, list) else [batch]
         for pair in micro_batches:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -114,13 +130,14 @@ class TrainStep:
         nobodys = [bool((p < 0).any()) for p in samples] if samples else [False] * len(micro_batches)
         given = samples if self._takes_samples and samples is not None else [None] * len(micro_batches)
         self._statistics.keep()
-        if self._groups.pipeline() is not None:
-            totals = self._model.run(micro_batches, given, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
-        else:
-            totals = self._accumulate(micro_batches, given, nobodys, loss_fn)
+        with look.hooks() if look is not None else nullcontext():
+            if self._groups.pipeline() is not None:
+                totals = self._model.run(micro_batches, given, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
+            else:
+                totals = self._accumulate(micro_batches, given, nobodys, loss_fn)
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
-        return self._update(totals, clip)
+        return self._update(totals, clip, look)
 
     @property
     def _scale_now(self) -> float:
@@ -145,8 +162,8 @@ class TrainStep:
                 totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
         return totals
 
-    def _update(self, totals: torch.Tensor, clip: Clipping) -> Stepped:
-        params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+    def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:
+        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         gradients.complete(params)
         elsewhere = getattr(self._model, "counted_elsewhere", ())
         squares = gradients.squares(params, self._context.device, self._context.layout.pp, elsewhere)
@@ -160,10 +177,13 @@ class TrainStep:
         factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
         judged = self.guard.judge(total, count, (square.sqrt() * factor).float(), clip)
         overflow = self._scale is not None and self._overflows(self._scale, judged)
+        if look is not None:
+            look.before_update(factor)
         clipped = clipping.apply(clip, params, factor.float(), judged.norm, judged.limit) & ~judged.skip
-        update.move(self._optimizer, judged.skip)
+        update.move(self.optimizer, judged.skip if self._decides else None)
+        layers = look.after_update() if look is not None else None
         self._statistics.put_back_where(judged.skip)
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
         return Stepped(
             judged.loss,
@@ -174,6 +194,7 @@ class TrainStep:
             judged.finite,
             judged.spike,
             overflow,
+            layers,
         )
 
     @staticmethod

@@ -36,8 +36,6 @@ class Judged:
 class Guard:
     """All ranks hold the same: what comes in is the sum over all of them, with the same bits everywhere."""
 
-    may_be_absent = True  # from checkpoints of versions before it
-
     def __init__(self, spec: StabilitySpec, device: torch.device) -> None:
         self.spec = spec
         self._device = device

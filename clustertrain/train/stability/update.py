@@ -23,11 +23,11 @@ def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
-    """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in. A skipped step leaves
-    weights and state as they are, in all bits."""
-    if not asks_the_device(optimizer):
-        if not bool(skip):
+def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+    """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in (None: no). A skipped
+    step leaves weights and state as they are, in all bits."""
+    if skip is None or not asks_the_device(optimizer):
+        if skip is None or not bool(skip):
             optimizer.step()
         return
     inner = keeper(optimizer)
