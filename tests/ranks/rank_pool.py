@@ -76,9 +76,11 @@ def make_run(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     parallel: dict[str, Any] | None = None,
+    tables: dict[str, dict[str, Any]] | None = None,
     script: tuple[Path, tuple[str, ...]] | None = None,
 ) -> RunDir:
-    """A run directory as submit leaves it; ``script`` is one to snapshot, with its arguments."""
+    """A run directory as submit leaves it; ``tables`` are others of the recipe, ``script`` is one to snapshot, with its
+    arguments."""
     run = RunDir(folder)
     (run.path / "attempts").mkdir(parents=True)
     recipe = {
@@ -89,6 +91,8 @@ def make_run(
         "optim": {"lr": 3e-3},
         "checkpoint": {"every": every, "keep": keep},
     }
+    for name, table in (tables or {}).items():
+        recipe[name] = {**recipe.get(name, {}), **table}
     spec: dict[str, Any] = {"recipe": recipe}
     if script is not None:
         run.code.mkdir()
@@ -172,7 +176,11 @@ class Ranks:
 
     def losses(self) -> dict[int, tuple[float, float]]:
         """Loss and gradient norm by step."""
-        return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(self.run.metrics_of(self.attempt.n))}
+        return {r["step"]: (r["loss"], r["grad_norm"]) for r in self.rows()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all files of the attempt, as they were written."""
+        return [r for path in self.run.metrics_files(self.attempt.n) for r in fsio.read_lines(path)]
 
 
 def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
