@@ -12,6 +12,7 @@ from clustertrain import clock
 from clustertrain.checkpoint import offline, rollback
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, goodput, metrics
+from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 from tests.ranks import faulty_data
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
@@ -63,10 +64,10 @@ def test_too_many_skipped_in_a_row_end_the_run_for_good(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def without_them(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout the digest of a run that had the samples left out from the start."""
-    known: dict[str, str] = {}
+    known: dict[Layout, str] = {}
 
     def of(layout: Layout) -> str:
-        if layout.words() not in known:
+        if layout not in known:
             run = run_of(
                 tmp_path_factory.mktemp("without") / "run",
                 layout,
@@ -76,8 +77,8 @@ def without_them(tmp_path_factory: pytest.TempPathFactory) -> Any:
             )
             left_out = ((SPIKE_AT - 1 - MARGIN) * BATCH, SPIKE_AT * BATCH)
             Ranks(run, layout.world_size, setup=faulty_data.without, args=left_out).expect(0)
-            known[layout.words()] = digest(run)
-        return known[layout.words()]
+            known[layout] = digest(run)
+        return known[layout]
 
     return of
 
@@ -92,7 +93,11 @@ def test_going_back_is_as_if_the_samples_had_never_been_there(
     tmp_path: Path, layout: Layout, without_them: Any
 ) -> None:
     run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
+    batch = EventLog(run.attempt(1).events_of("batch"))
+    batch.write("started", job_id="7")
     ranks = Ranks(run, 4, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
+    batch.write("ended", ending="completed", last_step=STEPS)
+    batch.close()
     (back,) = ranks.events("rolled_back")
     # That of step 18 was made of samples within the margin.
     assert (back["step"], back["to_step"], back["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
