@@ -30,6 +30,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     committed_step: int | None  # the newest that this attempt committed
     requeued: str | None  # how: requeue, resubmit, slurm
     stopped: str | None  # why the run will not be continued
+    roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
 
     @property
     def progressed(self) -> bool:
@@ -70,6 +71,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         committed_step=max(checkpoints, default=None),
         requeued=_number(events.last(log, "requeued"), "how"),
         stopped=_number(events.last(log, "stopped"), "why"),
+        roll_backs=len(list(events.named(log, "rolled_back"))),
     )
 
 

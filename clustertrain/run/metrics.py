@@ -9,8 +9,9 @@ user logs; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU 
 ``stability.layers_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
 ``activation/UNIT`` and ``dead/MODULE``.
 
-``sum_step_s``, ``sum_tokens`` and ``sum_data_wait_s`` are running totals over the attempt, this row included: two rows
-tell what lies between them, so that nobody has to add up a million.
+``sum_skipped`` is how many steps of the run were skipped, where there are any. ``sum_step_s``, ``sum_tokens`` and
+``sum_data_wait_s`` are running totals over the attempt, this row included: two rows tell what lies between them, so
+that nobody has to add up a million.
 """
 
 from __future__ import annotations

@@ -78,14 +78,17 @@ class Recorder:
         self._before = [loader.taken for loader in self._loaders]
         self._marks.step_begins(step)
 
-    def end(self, step: int, tokens: int) -> None:
-        """``step``: how many are done now, of ``tokens`` each (0: not known)."""
+    def end(self, step: int, tokens: int, skipped: int) -> None:
+        """``step``: how many are done now, of ``tokens`` each (0: not known); ``skipped``: of them, as far as is
+        known."""
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
         # A loader that was made in the step has begun at none.
         before = [*self._before, *([0] * (len(self._loaders) - len(self._before)))]
         samples = sum(loader.taken - b for loader, b in zip(self._loaders, before, strict=True))
         plain = self._marks.step_ends(step, self._apart_s, tokens, wait_s, samples)
         plain.update(self._memory(step))
+        if skipped:
+            plain["sum_skipped"] = skipped
         self.metrics.put(plain, {**self._own, **self._logged}, self._coming)
 
     def _memory(self, step: int) -> dict[str, float]:

@@ -473,7 +473,8 @@ class Session:
         self._result.step = self.step
         if self._watch is not None:
             self._watch.step_ends(self.step)
-        self._recorder.end(self.step, self.tokens_per_step)
+        skipped = self._watch.supervisor.skipped if self._watch is not None else 0
+        self._recorder.end(self.step, self.tokens_per_step, skipped)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)
 
