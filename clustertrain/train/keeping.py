@@ -35,6 +35,7 @@ from clustertrain.train.data import Loader
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
 from clustertrain.train.stability.supervisor import Back
+from clustertrain.train.stop import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -326,6 +327,13 @@ class Keeping:
         """Say that what should have been saved is not."""
         self._event("save_given_up", step=step, why=e.message)
         log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
+
+    def is_late(self, agreement: StopAgreement) -> bool:
+        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
+        Collective."""
+        left_s = agreement.least(self.left_s())
+        self.must_end_in(left_s)
+        return agreement.any(self.too_late(left_s))
 
     def too_late(self, left_s: float) -> bool:
         """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under

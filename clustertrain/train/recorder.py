@@ -16,14 +16,17 @@ from clustertrain.train.marks import Marks
 from clustertrain.train.memory import allocated_gib, peak_allocated_gib
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.schedule import LR_SCALE
+from clustertrain.train.stability.layers import Layers
 from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.watch import Watch
 from clustertrain.train.step import Stepped
 
 _GIB = 1 << 30
 
 
 class Recorder:
-    """``metrics`` has a file on rank 0 of a run alone."""
+    """``metrics`` has a file on rank 0 of a run alone. ``watch``: what watches over the steps, where the session does
+    them."""
 
     def __init__(self, context: RankContext, marks: Marks, loaders: Sequence[Loader], warnings: Warnings) -> None:
         """``loaders``: a list that may grow."""
@@ -36,6 +39,7 @@ class Recorder:
         self._attempt = context.attempt.n if context.attempt is not None else 0
         path = self._path(-1)
         marks.continue_rows(path)
+        self.watch: Watch | None = None
         self.metrics = Metrics(path, self._log_every, warnings.see)
         self._logged: dict[str, Plain | torch.Tensor] = {}
         self._own: dict[str, Plain | torch.Tensor] = {}
@@ -45,6 +49,14 @@ class Recorder:
 
     def _path(self, which: int) -> Path | None:
         return self._run.metrics_files(self._attempt)[which] if self._run is not None else None
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the run that were skipped because they were bad, as far as is known."""
+        return self.watch.supervisor.skipped if self.watch is not None else 0
+
+    def looks_at_layers(self, step: int) -> Layers | None:
+        return self.watch.looks_at_layers(step) if self.watch is not None else None
 
     def log(self, scalars: Mapping[str, Scalar]) -> None:
         """Raises UsageError as :meth:`Session.log`."""
@@ -67,6 +79,8 @@ class Recorder:
         self._coming = [Arriving(names, figures)] if self._run is not None else []
         if done.layers is not None and self._run is not None:
             self._coming.append(done.layers)
+        if self.watch is not None:
+            self.watch.stepped(done)
         lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
         self._own = {"lr": lr / scale}
 
@@ -76,19 +90,22 @@ class Recorder:
         for loader in self._loaders:
             loader.wait_s = 0.0
         self._before = [loader.taken for loader in self._loaders]
+        if self.watch is not None:
+            self.watch.step_begins()
         self._marks.step_begins(step)
 
-    def end(self, step: int, tokens: int, skipped: int) -> None:
-        """``step``: how many are done now, of ``tokens`` each (0: not known); ``skipped``: of them, as far as is
-        known."""
+    def end(self, step: int, tokens: int) -> None:
+        """``step``: how many are done now, of ``tokens`` each (0: not known)."""
+        if self.watch is not None:
+            self.watch.step_ends(step)
         wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
         # A loader that was made in the step has begun at none.
         before = [*self._before, *([0] * (len(self._loaders) - len(self._before)))]
         samples = sum(loader.taken - b for loader, b in zip(self._loaders, before, strict=True))
         plain = self._marks.step_ends(step, self._apart_s, tokens, wait_s, samples)
         plain.update(self._memory(step))
-        if skipped:
-            plain["sum_skipped"] = skipped
+        if self.skipped:
+            plain["sum_skipped"] = self.skipped
         self.metrics.put(plain, {**self._own, **self._logged}, self._coming)
 
     def _memory(self, step: int) -> dict[str, float]:

@@ -17,13 +17,14 @@ from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
+from clustertrain.errors import UsageError
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
+from clustertrain.train.leaving import Leaving
 from clustertrain.train.marks import Marks
 from clustertrain.train.metrics import Scalar
 from clustertrain.train.parallelize import parallelize
@@ -38,7 +39,6 @@ from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
-WORD_OF_STOP_S = 3.0  # how long after the first process of a job the last one hears that it is being ended
 
 
 def session(
@@ -81,7 +81,6 @@ class Session:
         self._finished = False
         self._model: nn.Module | None = None
         self._train_step: TrainStep | None = None
-        self._watch: Watch | None = None
 
     # -- opening and closing
 
@@ -95,9 +94,9 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
-        self._agreement = StopAgreement(
-            self._flag.__bool__, self._groups.stop, {"settle": self._in_trouble, "save": self._overdue}
-        )
+        also = {"settle": self._in_trouble, "save": self._overdue}
+        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop, also)
+        self._leaving = Leaving(context, self._flag, self._agreement)
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
         self.device = self._result.device = context.device
@@ -155,10 +154,10 @@ class Session:
                     stopped = late or (self._agreement.agreed and not self._finished)
                     self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
-            elif error is not None and self._is_of_the_stop(error):
+            elif error is not None and self._leaving.explains(error):
                 self._keeping.close()
                 self._result.stopped()
-                raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
+                raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
             elif error is not None:
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
@@ -167,31 +166,18 @@ class Session:
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
             self._keeping.close()
-            skipped = {} if self._watch is None else {"skipped_steps": self._watch.supervisor.skipped}
-            self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin, **skipped)
+            ending, skipped = self._result.ending, self._recorder.skipped
+            self._event("session_ended", step=self.step, ending=ending, t_begin=t_begin, skipped_steps=skipped)
             if self._events is not None:
                 self._events.close()
             self._marks.close()
             self._flag.uninstall()
-
-    def _told_to_stop(self) -> bool:
-        return bool(self._flag) or self._agreement.agreed
 
     def _in_trouble(self) -> bool:
         return self._keeping.in_trouble()
 
     def _overdue(self) -> bool:
         return self._keeping.overdue()
-
-    def _is_of_the_stop(self, error: BaseException) -> bool:
-        """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
-        if isinstance(error, TooLate):
-            return True
-        if result.is_lost_worker(error):
-            # What ends the job may have reached a DataLoader of the script's own before it reached this process.
-            return clock.wait_until(self._told_to_stop, WORD_OF_STOP_S)
-        # A peer has left before the step at which all would have stopped.
-        return self._told_to_stop() and result.kind_of(error) in ("communication", "hang")
 
     def _barrier(self) -> None:
         if self._groups.stop is not None:
@@ -243,7 +229,7 @@ class Session:
         else:
             made = cls(params, **options)
         self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale)
-        self._watch = Watch(self._model, self._train_step.guard, self._context)
+        self._recorder.watch = Watch(self._model, self._train_step.guard, self._context)
         return made
 
     def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
@@ -263,14 +249,13 @@ class Session:
             UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
                 other micro-batches; both ``clip_norm`` and ``clip``.
         """
-        if self._train_step is None or self._watch is None:
+        if self._train_step is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
         if clip is not None and clip_norm:
             raise UsageError("session.train_step: give clip_norm or clip, not both")
-        look = self._watch.looks_at_layers(self.step + 1)
+        look = self._recorder.looks_at_layers(self.step + 1)
         how = clip or Clipping(norm=clip_norm)
         done = self._train_step(batch, self._places.of(batch), loss_fn, how, look)
-        self._watch.stepped(done)
         self._recorder.stepped(done, self._train_step.optimizer)
         return done
 
@@ -394,9 +379,9 @@ class Session:
         state = state if state is not None else {}
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
-        if self._watch is not None:
-            state[STATE] = self._watch
-            self._watch.begin(state)
+        if (watch := self._recorder.watch) is not None:
+            state[STATE] = watch
+            watch.begin(state)
         self._keeping.open(checkpoint_every, keep)
         with self._marks.during(beat.RESTORE):
             first = self.step = self._keeping.restore(state, self.seed)
@@ -404,11 +389,10 @@ class Session:
             stop = self.step < total and self.poll()
             asked = self.step > first and self._agreement.taken("save")
             due = asked or self._keeping.due(self.step)
-            late = (stop or self.step == total) and self._is_late() and stop
+            late = (stop or self.step == total) and self._keeping.is_late(self._agreement) and stop
             settle = not stop and self._agreement.taken("settle")
-            if self._watch is not None and (
-                back := self._watch.look(self.step, everything=stop or due or self.step == total)
-            ):
+            everything = stop or due or self.step == total
+            if watch is not None and (back := watch.look(self.step, everything=everything)) is not None:
                 first = self._go_back(state, *back)
                 continue
             if stop:
@@ -456,25 +440,13 @@ class Session:
             return True
         return stop
 
-    def _is_late(self) -> bool:
-        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
-        Collective."""
-        left_s = self._agreement.least(self._keeping.left_s())
-        self._keeping.must_end_in(left_s)
-        return self._agreement.any(self._keeping.too_late(left_s))
-
     def _one_step(self, first: int, total: int) -> Iterator[int]:
         t_begin = clock.now()
         self._recorder.begin(self.step)
-        if self._watch is not None:
-            self._watch.step_begins()
         yield self.step
         self.step += 1
         self._result.step = self.step
-        if self._watch is not None:
-            self._watch.step_ends(self.step)
-        skipped = self._watch.supervisor.skipped if self._watch is not None else 0
-        self._recorder.end(self.step, self.tokens_per_step, skipped)
+        self._recorder.end(self.step, self.tokens_per_step)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)
 
@@ -484,9 +456,4 @@ class Session:
         self._metrics.close()
         self._result.stopped()
         self._barrier()
-        raise SystemExit(self._stopped_code(resumable))
-
-    def _stopped_code(self, resumable: bool) -> int:
-        if self._context.run is not None:
-            return EXIT_DONE  # torchrun takes any other code for a failure; the result record tells more
-        return EXIT_STOPPED if resumable else EXIT_FAILED
+        raise SystemExit(self._leaving.code(resumable=resumable))

@@ -37,6 +37,18 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
     step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
 
 
+def ask_the_device(rank: int, steps: Sequence[int]) -> None:
+    """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
+    from clustertrain.checkpoint.state import keeper
+    from clustertrain.train import optim
+    from clustertrain.train.stability import update
+
+    original = optim.adamw
+    optim.adamw = lambda *args: {**original(*args), "fused": True, "foreach": None}
+    update.asks_the_device = lambda optimizer: bool(keeper(optimizer).state)
+    poison_gradients(rank, steps)
+
+
 def bad_samples(positions: Sequence[int], factor: float) -> None:
     """Setup: the loss of a step whose global batch begins at one of these positions is ``factor`` times as large."""
     from clustertrain.train import loop

@@ -3,6 +3,7 @@ been without those samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,19 @@ def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
     return make_run(folder, layout, layout.world_size, **options)
 
 
-@pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.words)
-def test_what_one_rank_alone_has_that_is_not_finite_all_skip(tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "setup"),
+    [
+        *((layout, faulty_data.poison_gradients) for layout in (DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP)),
+        *((layout, faulty_data.ask_the_device) for layout in (ZERO1, FSDP_TP, FSDP_PP)),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else value.__name__,
+)
+def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
+    tmp_path: Path, layout: Layout, setup: Callable[..., None]
+) -> None:
     run = run_of(tmp_path / "run", layout, steps=5, every=1, keep=5)
-    ranks = Ranks(run, 4, setup=faulty_data.poison_gradients, args=(3, (3, 4))).expect(0)
+    ranks = Ranks(run, 4, setup=setup, args=(3, (3, 4))).expect(0)
     skips = [(ranks.rank_dir / f"skips-{r}").read_text() for r in range(4)]
     assert skips == ["00110"] * 4
     rows = metrics.read(run)

@@ -159,10 +159,17 @@ def test_the_recipes_keys_and_limits_that_cannot_be() -> None:
             Clipping(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_skipped_step_leaves_weights_and_state_in_all_bits(cls: Any) -> None:
+def test_a_skipped_step_leaves_weights_and_state_in_all_bits(
+    cls: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(3, 2)
-    optimizer = cls(model.parameters(), lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {}))
+    more = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+    optimizer = cls(model.parameters(), lr=0.1, fused=fused, **more)
+    assert not update.asks_the_device(optimizer)  # on a CPU to look costs nothing
+    if fused:  # its kernels there heed the flag as those of a GPU do
+        monkeypatch.setattr(update, "asks_the_device", lambda optimizer: bool(optimizer.state))
 
     def step(skip: bool, value: float) -> None:
         for p in model.parameters():
