@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import optim, schedule
+from clustertrain.train import optim
 from clustertrain.train.model import Decoder
+from clustertrain.train.schedule import LearningRate
 from clustertrain.train.text import ByteText
 
 
@@ -39,7 +40,7 @@ class Bare:
                 fully_shard(block, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
         groups = optim.decay_groups(model, recipe.optim.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, device))
+        self._optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, device))
         self._model: Any = model
         if layout.strategy == "ddp":
             self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -47,6 +48,7 @@ class Bare:
         self._data = ByteText(recipe.data)
         self._place = 0
         self._step = 0
+        self._rate = LearningRate(recipe.schedule, peak=recipe.optim.lr, total=recipe.train.steps)
 
     def step(self) -> torch.Tensor:
         """Returns the loss of this rank's samples."""
@@ -66,14 +68,8 @@ class Bare:
         return total
 
     def _set_lr(self) -> None:
-        spec = self._recipe
-        warmup = schedule.warmup_steps(spec.schedule, spec.train.steps)
         self._step += 1
-        lr = schedule.warmup_cosine(
-            self._step, spec.train.steps, peak=spec.optim.lr, warmup=warmup, floor=spec.schedule.floor
-        )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._rate.apply(self._optimizer, self._step)
 
     def _micro_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         n = self._batch.micro_batch

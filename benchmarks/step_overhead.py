@@ -6,6 +6,10 @@ and metrics; between two of its steps the bare loop gets the processes. A step o
 ``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
 
     python -m benchmarks.step_overhead --pairs 300 --layouts single ddp
+
+With ``--signals`` it is the trainer against itself: steps with all that ``[stability]`` watches, figures of layers in
+every tenth step, and steps with as little of it as a recipe can ask for. Both have one model and optimizer in one
+process, so a ratio of two neighbouring blocks is what the signals cost.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +39,10 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import flops_per_step
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
+from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.context import read_plan
 from clustertrain.train.session import Session
+from clustertrain.train.step import TrainStep
 from tests.ranks.rank_pool import Ranks
 
 WARMUP = 3  # blocks
@@ -47,6 +53,10 @@ PEAK = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "L40S": 362e12, "L4"
 
 
 Seconds = tuple[float, float]  # wall, processor
+ALL = StabilitySpec(spike="skip", layers_every=10)
+NONE = StabilitySpec(spike="off", layers_every=0)
+SIGNALS_BLOCK = 10  # steps, so that each block has one with figures of layers
+SIGNALS_GOAL = 1.01
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,43 @@ def interleave(run_dir: str, out: str, block: int, device: str) -> None:
     Session.steps = steps  # type: ignore[method-assign]
 
 
+def alternate(out: str, block: int, device: str) -> None:
+    """Setup of a rank: in every other block of steps the signals are off. Rank 0 writes the seconds of each block to
+    ``out``, as pairs (with, without) of (wall, processor) seconds."""
+    os.environ[settings.DEVICE] = device
+    original, call = Session.steps, TrainStep.__call__
+    switch = {"on": True}
+
+    def stepped(self: TrainStep, batch: Any, samples: Any, loss_fn: Any, clip: Any, look: Any = None) -> Any:
+        self.guard.spec = ALL if switch["on"] else NONE
+        return call(self, batch, samples, loss_fn, clip, look if switch["on"] else None)
+
+    def steps(self: Session, *args: Any, **kwargs: Any) -> Iterator[int]:
+        pairs: list[tuple[Seconds, Seconds]] = []
+        theirs = original(self, *args, **kwargs)
+        watch, halves = self._recorder.watch, []
+        step = next(theirs)
+        while True:
+            # The first of a pair is now one and now the other, so that a drift of the machine meets both.
+            switch["on"] = (len(halves) // 2 + len(halves)) % 2 == 0
+            self._recorder.watch = watch if switch["on"] else None
+            started = _now(self.device)
+            for _ in range(block):
+                yield step
+                last = next(theirs, None)
+                if last is None:
+                    return
+                step = last
+            halves.append((switch["on"], _since(started, self.device)))
+            if len(halves) % 2 == 0 and self.is_main:
+                last_two = dict(halves[-2:])
+                pairs.append((last_two[True], last_two[False]))
+                Path(out).write_text(json.dumps(pairs))
+
+    TrainStep.__call__ = stepped  # type: ignore[method-assign]
+    Session.steps = steps  # type: ignore[method-assign]
+
+
 def _now(device: torch.device) -> Seconds:
     """When all ranks have come here and the device has done what it was given, and this process's processor time."""
     if device.type == "cuda":
@@ -150,6 +197,7 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
     recipe = {
         "model": setting.model,
         "data": {"seq_len": setting.seq_len, "max_bytes": 8_000_000},
+        "stability": {"spike": ALL.spike, "layers_every": ALL.layers_every},
         # One more, whose end is the end of the run and belongs to no block.
         "train": {"steps": blocks * setting.block + 1, "global_batch": setting.global_batch, "log_every": 10},
         "checkpoint": {"every": 10**9},
@@ -167,18 +215,17 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
     return run
 
 
-def timed(setting: Setting, name: str, pairs: int) -> dict[str, Any]:
-    """One row of the result. Raises CannotRun when the ranks failed or a step is too short to tell."""
+def timed(setting: Setting, name: str, pairs: int, *, signals: bool = False) -> dict[str, Any]:
+    """One row of the result; with ``signals`` in place of the bare loop the trainer without them. Raises CannotRun
+    when the ranks failed or a step is too short to tell."""
     layout = setting.layouts[name]
     with tempfile.TemporaryDirectory(prefix="step-overhead-") as folder:
         out = Path(folder, "pairs.json")
-        run = _make_run(Path(folder, "run"), setting, layout, WARMUP + pairs)
-        ranks = Ranks(
-            run,
-            layout.world_size,
-            setup=interleave,
-            args=(str(run.path), str(out), setting.block, setting.device),
-        )
+        run = _make_run(Path(folder, "run"), setting, layout, (WARMUP + pairs) * (1 + signals))
+        setup: Callable[..., None] = alternate if signals else interleave
+        given = (str(out), setting.block, setting.device)
+        given = given if signals else (str(run.path), *given)
+        ranks = Ranks(run, layout.world_size, setup=setup, args=given)
         try:
             codes = ranks.wait(TIMEOUT_S)
         except AssertionError as e:
@@ -235,9 +282,12 @@ def _device_name(setting: Setting) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead")
     parser.add_argument("--pairs", type=int, default=150, help="blocks of either side that count")
+    parser.add_argument("--signals", action="store_true", help="the trainer with all signals against one without")
     parser.add_argument("--layouts", nargs="*", metavar="NAME", help="default: all of the device's")
     options = parser.parse_args(argv if argv is not None else [])
     setting = CUDA if torch.cuda.is_available() else CPU
+    if options.signals:
+        setting = replace(setting, block=SIGNALS_BLOCK, goal=SIGNALS_GOAL)
     result = measure.context(("clustertrain", "torch"))
     result["device"] = _device_name(setting) or "cpu"
     result["setting"] = {"model": setting.model, "seq_len": setting.seq_len, "global_batch": setting.global_batch,
@@ -245,13 +295,13 @@ def main(argv: list[str] | None = None) -> int:
                          "compile": setting.compile}  # fmt: skip
     result["rows"] = []
     for name in options.layouts or setting.layouts:
-        row = timed(setting, name, options.pairs)
+        row = timed(setting, name, options.pairs, signals=options.signals)
         result["rows"].append(row)
         print(_line(row), flush=True)
     verdicts = {row["verdict"] for row in result["rows"]}
     if "noisy" in verdicts:
         raise CannotRun("the machine is too busy to tell; nothing is written")
-    path = measure.write("step_overhead", result)
+    path = measure.write("step_signals" if options.signals else "step_overhead", result)
     print(f"written to {path.relative_to(measure.ROOT)}")
     return 1 if "missed" in verdicts else 0
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from clustertrain.train.session import Session, session
+    from clustertrain.train.stability.clipping import Clipping
 
 __version__ = "0.1.0"
-__all__ = ["Session", "__version__", "session"]
+__all__ = ["Clipping", "Session", "__version__", "session"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from clustertrain.train import session as module
 
         return getattr(module, name)
+    if name == "Clipping":
+        from clustertrain.train.stability import clipping
+
+        return clipping.Clipping
     raise AttributeError(f"module 'clustertrain' has no attribute {name!r}")

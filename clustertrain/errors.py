@@ -3,7 +3,8 @@
 ClusterTrainError                1   the command or the run failed
 ├── UsageError                   2   an option or argument that cannot be
 ├── ConfigError                 78   a recipe, profile or environment that would fail the same way again
-│   └── EnvironmentNotFit       78   this machine or allocation lacks something
+│   ├── EnvironmentNotFit       78   this machine or allocation lacks something
+│   └── Diverged                78   training went wrong, and with the run's seeds and data would do so again
 ├── NotFound                     1   a run, checkpoint or file that does not exist
 │   └── Ambiguous                2   a run name that fits several
 ├── NotReadable                  1   a file or folder of somebody else's run
@@ -46,6 +47,10 @@ class ConfigError(ClusterTrainError):
 
 
 class EnvironmentNotFit(ConfigError):
+    pass
+
+
+class Diverged(ConfigError):
     pass
 
 

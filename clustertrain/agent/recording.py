@@ -62,7 +62,15 @@ class Recording:
             return
         job_id = str(documents.peek(attempt.record).get("job_id") or "")
         first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
-        self._watch = Watch(spec.alerts, node, log.write, run=run.id, job_id=job_id or None, telemetry=first_of_several)
+        self._watch = Watch(
+            spec.alerts,
+            node,
+            log.write,
+            run=run.id,
+            job_id=job_id or None,
+            telemetry=first_of_several,
+            events=attempt.events_of("rank-0") if ranks[0] == 0 else None,
+        )
         labels = Labels(run.id, job_id, attempt.n, node)
         self._exporter = _Exported(Exporter(spec.prometheus, labels, log.write, spec.interval_s))
         self._sampler = Sampler(

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from clustertrain import clock
-from clustertrain.checkpoint import folders, points
+from clustertrain.checkpoint import folders, points, rollback
 from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
@@ -30,6 +30,7 @@ from clustertrain.checkpoint.manifest import Damaged, Metric, Reason
 from clustertrain.checkpoint.reader import Reader
 from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.segments import Segment
 from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.staging import Staging
@@ -38,7 +39,7 @@ from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.trouble import TooLate, Trouble, error, told
 from clustertrain.checkpoint.union import MARK_BYTES, Offer, Share, Union
 from clustertrain.checkpoint.writer import Commit, Write
-from clustertrain.errors import CheckpointError
+from clustertrain.errors import CheckpointError, Diverged
 
 log = logging.getLogger(__name__)
 
@@ -545,7 +546,7 @@ class CheckpointManager:
             CheckpointError: there are checkpoints and none verifies, or they are of other objects.
             StorageError: on every rank, when any of them could not read. That is no damage, and nothing is set aside.
         """
-        self._on_rank_0(lambda: folders.sweep(self._root), f"{self._root}: cannot be used for checkpoints")
+        self._on_rank_0(self._clear_up, f"{self._root}: cannot be used for checkpoints")
         restored = self._restore(state)
         if restored is not None:
             self._newest = restored.step
@@ -561,6 +562,43 @@ class CheckpointManager:
                 )
             )
         return restored
+
+    def go_back(self, state: dict[str, Any], wanted: Wanted) -> Restored | None:
+        """Put the newest checkpoint that verifies and has at most ``wanted.most`` steps into ``state``; newer ones do
+        not count from now on. Not while a save is under way.
+
+        Raises:
+            Diverged: on all ranks, where the run has gone back too often, or there is no such checkpoint.
+            CheckpointError, StorageError: as :meth:`restore`.
+        """
+        failure = f"{self._root}: the run cannot go back"
+        refused = self._on_rank_0(lambda: self._condemn(wanted), failure)
+        if refused is not None:
+            raise Diverged(refused["message"], fix=refused["fix"])
+        self._on_rank_0(self._clear_up, failure)
+        self._heard = {step for step in self._heard if step <= wanted.most}
+        restored = self._restore(state)
+        self._newest = restored.step if restored is not None else 0
+        self._copied = min(self._copied, self._newest)
+        return restored
+
+    def left_out(self) -> rollback.Ranges:
+        """By name in the state the ranges of positions of each loader that the run has gone back for."""
+        found: rollback.Ranges = self._on_rank_0(
+            lambda: rollback.left_out(self._root), f"{self._root}: the record of roll-backs cannot be read"
+        )
+        return found
+
+    def _condemn(self, wanted: Wanted) -> dict[str, str | None] | None:
+        try:
+            rollback.begin(self._root, self._behind() if self._remote is not None else None, wanted)
+        except Diverged as e:  # the other ranks must hear of it
+            return {"message": e.message, "fix": e.fix}
+        return None
+
+    def _clear_up(self) -> None:
+        folders.sweep(self._root)
+        rollback.enforce(self._root, self._behind() if self._remote is not None else None)
 
     def _restore(self, state: dict[str, Any]) -> Restored | None:
         started = clock.monotonic()
@@ -624,7 +662,8 @@ class CheckpointManager:
         there: list[int] = []
         if self._remote is not None:
             try:
-                there = [index.step_of(p) or 0 for p in index.folders(self._behind()) if index.is_committed(p)]
+                committed = [(index.step_of(p) or 0, p) for p in index.folders(self._behind()) if index.is_committed(p)]
+                there = [step for step, p in committed if rollback.counts(self._root, p, step)]
             except StorageError as e:
                 if self._remote.needed and not here:
                     raise

@@ -31,6 +31,12 @@ POINTS: Final = (
 )
 # Where a run has the tier on its nodes' own disks, or copies behind a URL.
 TIERS: Final = ("kept", "while copying", "while uploading", "before the remote marker")
+# Where a run goes back because training went wrong.
+ROLL_BACK: Final = (
+    "before the roll-back's record",
+    "after the roll-back's record",
+    "between two condemned checkpoints",
+)
 _seen: Counter[str] = Counter()
 
 

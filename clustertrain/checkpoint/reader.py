@@ -61,7 +61,9 @@ class Reader:
             Damaged: bytes missing or altered.
             CheckpointError: the checkpoint is of other objects than ``state``.
         """
-        missing = sorted(state.keys() - self._manifest.values.keys())
+        # What versions before this one did not save.
+        absent = {k for k in state.keys() - self._manifest.values.keys() if getattr(state[k], "may_be_absent", False)}
+        missing = sorted(state.keys() - self._manifest.values.keys() - absent)
         if missing:
             raise CheckpointError(
                 f"{self._folder}: holds no state {', '.join(missing)}",
@@ -70,6 +72,8 @@ class Reader:
         names = objects.parameter_names(state)
         todo: list[Finish] = []
         for key, value in state.items():
+            if key in absent:
+                continue
             if isinstance(value, nn.Module):
                 todo.append(self._load_module(key, value))
             elif isinstance(value, torch.optim.Optimizer):

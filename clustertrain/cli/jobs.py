@@ -115,11 +115,14 @@ def status_json(seen: Any) -> dict[str, Any]:
                 "first_step": a.first_step,
                 "last_step": a.last_step,
                 "committed_step": a.committed_step,
+                "roll_backs": a.roll_backs,
                 "requeued": a.requeued,
                 "stopped": a.stopped,
             }
             for a in seen.history
         ],
+        "skipped_steps": seen.skipped_steps,
+        "roll_backs": seen.roll_backs,
         "goodput": msgspec.to_builtins(seen.goodput),
         "run_dir": str(seen.run.path),
     }

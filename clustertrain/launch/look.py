@@ -40,6 +40,11 @@ class Look:
     step: int | None
     total_steps: int | None
     goodput: Goodput
+    skipped_steps: int = 0  # because loss or gradient was not finite, or the loss a spike
+
+    @property
+    def roll_backs(self) -> int:
+        return sum(a.roll_backs for a in self.history)
 
     def state_of(self, attempt: Attempt) -> str:
         """An attempt's ending, or ``running``."""
@@ -111,6 +116,7 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         goodput=ledger(
             run, history, clock.now(), now_state in state.FINAL, waiting=now_state in (state.PENDING, state.REQUEUED)
         ),
+        skipped_steps=skipped if isinstance(skipped := (row or {}).get("sum_skipped"), int) else 0,
     )
 
 

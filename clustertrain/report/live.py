@@ -128,7 +128,7 @@ class Live:
         seen, trouble = self._slow.get(wait)
         newest = _newest_attempt(self._run)
         if newest is not None and (self._attempt is None or self._attempt.dir.n != newest.n):
-            self._attempt = _Attempt(newest, self._run.metrics_of(newest.n))
+            self._attempt = _Attempt(newest, lambda: self._run.metrics_files(newest.n)[-1])
         now = self._now()
         frame = View(t=now, run=self._run.id, telemetry=self._telemetry, scheduler_silent=trouble)
         if seen is not None:
@@ -203,7 +203,7 @@ class _Slowly:
 class _Attempt:
     """The files of one attempt."""
 
-    def __init__(self, attempt: AttemptDir, metrics_file: Path) -> None:
+    def __init__(self, attempt: AttemptDir, metrics_file: Callable[[], Path]) -> None:
         self.dir = attempt
         self._metrics = metrics_file
         self._newest = Newest(attempt.telemetry)
@@ -213,7 +213,7 @@ class _Attempt:
         self._samples: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._look_again = float("-inf")
         self._ends: dict[Path, tuple[tuple[int, int], list[Event]]] = {}
-        self._rows_mark: tuple[int, int] = (-1, -1)
+        self._rows_mark: tuple[Path, int, int] | None = None
         self._rows: list[dict[str, Any]] = []
 
     def added(self, frame: View, now: float, running: bool) -> View:
@@ -265,12 +265,11 @@ class _Attempt:
             self._rates[rank] = (seconds / steps if steps else None), share
 
     def _read_metrics(self) -> None:
-        mark = _mark(self._metrics)
+        path = self._metrics()
+        mark = (path, *_mark(path))
         if mark != self._rows_mark:
-            self._rows_mark, self._rows = (
-                mark,
-                [r for r in rows.last(self._metrics, METRICS_BYTES) if documents.is_number(r.get("t"))],
-            )
+            self._rows_mark = mark
+            self._rows = [r for r in rows.last(path, METRICS_BYTES) if documents.is_number(r.get("t"))]
 
     def _read_events(self) -> list[Event]:
         """The ends of all writers' files, by time."""

@@ -68,6 +68,9 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     head.add_row("job", f"{seen.job_id or '-'} ({seen.backend})")
     head.add_row("layout", Text(_layout_of(seen.run)))
     head.add_row("step", steps_of(seen))
+    if seen.skipped_steps or seen.roll_backs:
+        told = [counted(seen.skipped_steps, "step"), "skipped,", counted(seen.roll_backs, "roll-back")]
+        head.add_row("trouble", Text(" ".join(told), style="yellow"))
     if seen.view is not None and seen.view.state == "PENDING":
         estimate = f", expected to start {local_time(seen.view.start_time)}" if seen.view.start_time else ""
         head.add_row("waits for", f"{seen.view.reason or 'the scheduler'}{estimate}")

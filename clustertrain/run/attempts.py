@@ -30,6 +30,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     requeued: str | None  # how: requeue, resubmit, slurm
     stopped: str | None  # why the run will not be continued
     trouble: str | None = None  # what of its attempt.json does not read, and was left out
+    roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
 
     @property
     def progressed(self) -> bool:
@@ -54,8 +55,8 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
     restored = events.last(log, "restored")
-    checkpoints = [int(e["step"]) for e in events.named(log, "checkpoint")]
-    rows = metrics.last_row(run.metrics_of(attempt.n))
+    checkpoints = _checkpoints(log)
+    rows = metrics.newest_row(run, attempt.n)
     steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
     return Attempt(
         n=attempt.n,
@@ -74,6 +75,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         requeued=_number(events.last(log, "requeued"), "how"),
         stopped=_number(events.last(log, "stopped"), "why"),
         trouble=trouble,
+        roll_backs=len(list(events.named(log, "rolled_back"))),
     )
 
 
@@ -85,6 +87,17 @@ def troubles(run: RunDir, history: Sequence[Attempt]) -> list[str]:
         plan = f"{run.plan}: you may not read it"
     found = [words for words in (*(a.trouble for a in history), plan) if words is not None]
     return [words.removeprefix(f"{run.path}/") for words in found]
+
+
+def _checkpoints(log: Sequence[events.Event]) -> list[int]:
+    """The steps that were committed and still count: going back takes away those that are newer."""
+    steps: list[int] = []
+    for event in log:
+        if event["event"] == "checkpoint":
+            steps.append(int(event["step"]))
+        elif event["event"] == "rolled_back" and "to_step" in event:
+            steps = [s for s in steps if s <= event["to_step"]]
+    return steps
 
 
 def read_all(run: RunDir) -> list[Attempt]:

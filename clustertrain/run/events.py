@@ -48,8 +48,8 @@ class EventLog:
 
 # What readers reckon with or look into. The other fields are only shown.
 _NUMBERS = (
-    "t_begin", "mono", "pid", "index", "step", "last_step", "at", "total", "restart", "world_size", "rank",
-    "xid", "count", "restore_s", "stall_s", "save_s", "eval_s",
+    "t_begin", "mono", "pid", "index", "step", "to_step", "last_step", "samples", "at", "total", "restart",
+    "world_size", "rank", "xid", "count", "restore_s", "stall_s", "save_s", "eval_s",
 )  # fmt: skip
 _WORDS = (
     "job_id", "backend", "host", "node", "uuid", "device", "ending", "reason", "how", "why", "code",

@@ -133,8 +133,18 @@ class RunDir:
     def metrics(self) -> Path:
         return self.path / "metrics"
 
-    def metrics_of(self, attempt: int) -> Path:
-        return self.metrics / f"attempt-{attempt}.jsonl"
+    def metrics_of(self, attempt: int, stretch: int = 0) -> Path:
+        """The rows of one attempt, or after it has gone back to an earlier step those of a further ``stretch``: in each
+        file the steps rise."""
+        return self.metrics / f"attempt-{attempt}{f'-{stretch}' if stretch else ''}.jsonl"
+
+    def metrics_files(self, attempt: int) -> list[Path]:
+        """All files of one attempt, in the order in which they were written; the first one whether it is there or
+        not."""
+        found = [self.metrics_of(attempt)]
+        while (following := self.metrics_of(attempt, len(found))).exists():
+            found.append(following)
+        return found
 
     @property
     def profiles(self) -> Path:

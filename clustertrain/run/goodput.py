@@ -141,9 +141,9 @@ class _Told:
         self._attempt = attempt
         self._since = since
         self._log = events.of_attempt(run.attempt(attempt.n))
-        self._rows = run.metrics_of(attempt.n)
-        last = metrics.last_row(self._rows)
-        self._last = last if last is not None and isinstance(last.get("t"), (int, float)) else None
+        # Files of rising steps; a further one for each time that the attempt went back.
+        self._files = [(path, row) for path in run.metrics_files(attempt.n) if (row := _last_of(path)) is not None]
+        self._last = self._files[-1][1] if self._files else None
 
     def last_sign(self) -> float:
         signs = [float(e["t"]) for e in self._log[-1:]]
@@ -163,14 +163,14 @@ class _Told:
         self._fill(total, (begin, finish), "other_s", self._steps(reached, begin))
         orderly = events.last(self._log, "stop_agreed") is not None or self._attempt.ending == endings.COMPLETED
         self._fill(total, (finish, end), "other_s" if running else "shutdown_s" if orderly else "lost_s")
-        return max(reached, int(self._last["step"])) if self._last else reached
+        return max([reached, *(int(last["step"]) for _, last in self._files)])
 
     def _first_step(self) -> float | None:
         """When it began."""
         event = next(events.named(self._log, "first_step"), None)
         if event is not None:
             return float(event["t_begin"] if "t_begin" in event else event["t"])
-        row = next(iter(rows.first(self._rows)), {})  # a full disk took the event
+        row = next(iter(rows.first(self._files[0][0])), {}) if self._files else {}  # a full disk took the event
         t, step_s = row.get("t"), row.get("step_s", 0.0)
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None
 
@@ -194,7 +194,9 @@ class _Told:
         span = max(span[0], self._since), max(span[1], self._since)
         length = span[1] - span[0]
         claims = {
-            "restore_s": self._overlap(span, "restored", "restore_s", "restore_s"),
+            "restore_s": sum(
+                self._overlap(span, name, "restore_s", "restore_s") for name in ("restored", "rolled_back")
+            ),
             "checkpoint_stall_s": self._overlap(span, "checkpoint", "stall_s", "save_s"),
             "evaluation_s": self._overlap(span, "evaluation", "eval_s", "eval_s"),
             **(steps or {}),
@@ -221,23 +223,42 @@ class _Told:
         if self._last is None:
             return {}
         if begin < self._since:
-            return _since(self._rows, self._since, reached)
-        steps_s, repeated_s = _sums(self._rows, self._last, reached)
-        warm_s = min(_warm_up_s(self._rows), steps_s)
-        # The first step is among the repeated ones where there are any.
-        warm_repeated_s = min(warm_s, repeated_s)
+            return _since(self._files, self._since, reached)
+        steps_s, repeated_s, first_repeated_s = _sums_of_all(self._files, reached)
+        warm_s = min(_warm_up_s(self._files[0][0]), steps_s)
+        # The attempt's first step is among the repeated ones where its first stretch has any.
+        warm_repeated_s = min(warm_s, first_repeated_s)
         productive_s = max(0.0, steps_s - repeated_s - (warm_s - warm_repeated_s))
         repeated_s -= warm_repeated_s
         wait_s = min(max(0.0, float(self._last.get("sum_data_wait_s") or 0.0)), productive_s + repeated_s)
         return {"productive_s": productive_s, "repeated_s": repeated_s, "startup_s": warm_s, "data_wait_s": wait_s}
 
 
-def _sums(path: Path, last: rows.Row, reached: int) -> tuple[float, float]:
-    """The seconds of all steps of an attempt, and of those that were done before."""
+def _last_of(path: Path) -> rows.Row | None:
+    """The newest row, where it says when it was."""
+    last = metrics.last_row(path)
+    return last if last is not None and isinstance(last.get("t"), (int, float)) else None
+
+
+def _sums_of_all(files: Sequence[tuple[Path, rows.Row]], reached: int) -> tuple[float, float, float]:
+    """The seconds of all steps of an attempt, of those that were done before, and of these in the first file."""
+    total = repeated = first_repeated = 0.0
+    for i, (path, last) in enumerate(files):
+        seconds, again = _sums(path, last, reached, total)
+        total, repeated = total + seconds, repeated + again
+        first_repeated = first_repeated if i else again
+        reached = max(reached, int(last["step"]))
+    return total, repeated, first_repeated
+
+
+def _sums(path: Path, last: rows.Row, reached: int, before: float) -> tuple[float, float]:
+    """The seconds of the steps in one file, and of those that were done before. ``before``: what the running totals of
+    the attempt stood at when the file was begun."""
     total = last.get("sum_step_s")
     if isinstance(total, (int, float)):
         newest = rows.at(path, reached) or {}
-        again = float(newest.get("sum_step_s") or 0.0)
+        again = float(newest.get("sum_step_s") or 0.0) - before if newest else 0.0
+        total -= before
     else:  # of an older version
         found = rows.columns(path, ("step", "step_s"))
         pairs = [(n, s) for n, s in zip(found["step"], found["step_s"], strict=True) if math.isfinite(s)]
@@ -247,17 +268,19 @@ def _sums(path: Path, last: rows.Row, reached: int) -> tuple[float, float]:
     return total, min(max(0.0, again), total)
 
 
-def _since(path: Path, since: float, reached: int) -> dict[str, float]:
+def _since(files: Sequence[tuple[Path, rows.Row]], since: float, reached: int) -> dict[str, float]:
     """The seconds of an attempt's last steps; of the one that was under way, its share."""
-    found = rows.columns(path, ("step", "t", "step_s", "data_wait_s"))
     claims = dict.fromkeys(("productive_s", "repeated_s", "startup_s", "data_wait_s"), 0.0)
-    for i, (step, t, step_s, wait_s) in enumerate(zip(*found.values(), strict=True)):
-        if t > since and step_s > 0:
-            inside_s = min(step_s, t - since)
-            warm_s = min(_warm_up_s(path), inside_s) if i == 0 else 0.0
-            claims["startup_s"] += warm_s
-            claims["repeated_s" if step <= reached else "productive_s"] += inside_s - warm_s
-            claims["data_wait_s"] += min(wait_s, step_s) * inside_s / step_s if wait_s > 0 else 0.0
+    for n, (path, last) in enumerate(files):
+        found = rows.columns(path, ("step", "t", "step_s", "data_wait_s"))
+        for i, (step, t, step_s, wait_s) in enumerate(zip(*found.values(), strict=True)):
+            if t > since and step_s > 0:
+                inside_s = min(step_s, t - since)
+                warm_s = min(_warm_up_s(path), inside_s) if n == i == 0 else 0.0
+                claims["startup_s"] += warm_s
+                claims["repeated_s" if step <= reached else "productive_s"] += inside_s - warm_s
+                claims["data_wait_s"] += min(wait_s, step_s) * inside_s / step_s if wait_s > 0 else 0.0
+        reached = max(reached, int(last["step"]))
     return claims
 
 

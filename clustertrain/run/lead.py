@@ -29,7 +29,7 @@ def _measured(run: RunDir) -> float | None:
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
     ]
-    newest = [r for a in attempts for r in rows.last(run.metrics_of(a.n), least=NEWEST)[1:] if "step_s" in r]
+    newest = [r for a in attempts for r in rows.last(run.metrics_files(a.n)[-1], least=NEWEST)[1:] if "step_s" in r]
     # Without an attempt's first rows: they include warming up and compiling.
     steps = [float(r["step_s"]) for r in newest]
     if not saves or not steps:

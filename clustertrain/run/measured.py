@@ -41,7 +41,7 @@ def speed(run: RunDir, attempts: Sequence[AttemptDir]) -> Speed:
     """The medians over the steps after the first ones of each attempt, and where those are very many over a sample:
     the ones beside which a save is written, or a peer is late, do not move them. A step's time has neither evaluation
     nor checkpoint stall in it."""
-    found = [row for a in attempts for row in rows.sample(run.metrics_of(a.n), WARM_UP_STEPS)]
+    found = [row for a in attempts for path in run.metrics_files(a.n) for row in rows.sample(path, WARM_UP_STEPS)]
     step_s = _numbers(found, "step_s")
     return Speed(steps=len(step_s), step_s=_median(step_s), tokens_per_s=_median(_numbers(found, "tokens_per_s")))
 
@@ -63,7 +63,8 @@ def peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | N
     for attempt in reversed(attempts):
         results = [documents.peek(path).get("ranks") for path in sorted(attempt.results.glob("*.json"))]
         told = [rank for ranks in results if isinstance(ranks, list) for rank in ranks if isinstance(rank, dict)]
-        peaks = _numbers([*told, *rows.sample(run.metrics_of(attempt.n))], "peak_allocated_gib")
+        sampled = [row for path in run.metrics_files(attempt.n) for row in rows.sample(path)]
+        peaks = _numbers([*told, *sampled], "peak_allocated_gib")
         if peaks:
             return max(peaks)
     return None

@@ -1,11 +1,17 @@
-"""Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading.
+"""Training scalars: one JSON line a logged step in ``metrics/attempt-<n>.jsonl``, merged by step on reading. An attempt
+that goes back to an earlier step begins another file, ``attempt-<n>-<k>.jsonl``: within a file steps rise.
 
 Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended), and any of ``loss``, ``lr``,
-``grad_norm``, ``step_s`` (without evaluation and checkpoints), ``tokens_per_s`` (of all ranks), ``data_wait_s`` (of
-rank 0) and what the user logs; every ``log_every`` steps on a GPU ``peak_allocated_gib`` of rank 0.
+``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps), ``skipped`` and
+``spike`` (1, where it was), ``step_s`` (without evaluation and checkpoints), ``tokens_per_s`` or, where there are no
+tokens, ``samples_per_s`` (of all ranks), ``data_wait_s`` (of rank 0), ``allocated_gib`` (of rank 0's GPU) and what the
+user logs; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU ``rss_gib`` instead. Every
+``stability.layers_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
+``activation/UNIT`` and ``dead/MODULE``.
 
-``sum_step_s``, ``sum_tokens`` and ``sum_data_wait_s`` are running totals over the attempt, this row included: two rows
-tell what lies between them, so that nobody has to add up a million.
+``sum_skipped`` is how many steps of the run were skipped, where there are any. ``sum_step_s``, ``sum_tokens`` and
+``sum_data_wait_s`` are running totals over the attempt, this row included: two rows tell what lies between them, so
+that nobody has to add up a million.
 """
 
 from __future__ import annotations
@@ -19,14 +25,15 @@ from clustertrain.run.folder import RunDir
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:
-    """All rows by step. A step that several attempts ran counts once, as the latest attempt ran it."""
+    """All rows by step. A step that was run several times counts once, as it was run last."""
     by_step: dict[int, dict[str, Any]] = {}
     for attempt in run.attempts():
-        found = [r for r in fsio.read_lines(run.metrics_of(attempt.n)) if "step" in r]
-        if found:
-            first = int(found[0]["step"])
-            by_step = {s: r for s, r in by_step.items() if s < first}
-            by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in found})
+        for path in run.metrics_files(attempt.n):
+            found = [r for r in fsio.read_lines(path) if "step" in r]
+            if found:
+                first = int(found[0]["step"])
+                by_step = {s: r for s, r in by_step.items() if s < first}
+                by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in found})
     return [by_step[s] for s in sorted(by_step)]
 
 
@@ -36,10 +43,16 @@ def last_row(path: Path) -> dict[str, Any] | None:
     return found[-1] if found else None
 
 
+def newest_row(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The newest row of one attempt."""
+    found = (last_row(path) for path in reversed(run.metrics_files(attempt)))
+    return next((row for row in found if row), None)
+
+
 def latest(run: RunDir) -> dict[str, Any] | None:
     """The newest row of the newest attempt that has one."""
     for attempt in reversed(run.attempts()):
-        row = last_row(run.metrics_of(attempt.n))
+        row = newest_row(run, attempt.n)
         if row:
             return {**row, "attempt": attempt.n}
     return None

@@ -24,6 +24,7 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     hang_min: float = 5.0  # no step for so many minutes, and for ten median steps
     throttle_min: float = 2.0  # a GPU held down by heat or hardware for so many minutes in ten
     xid: bool = True  # the driver reported an error of a GPU
+    training: bool = True  # what the training itself warns of: norms, spikes, steps that are not finite
     command: list[str] = []  # a program and its arguments, run without a shell; the alert is JSON on its input
     webhook: str = ""  # a URL that gets the alert as JSON, by POST
     webhook_env: str = ""  # the environment variable of the job that holds it, so that it is written nowhere

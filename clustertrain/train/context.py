@@ -18,6 +18,7 @@ from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import Precision
+from clustertrain.spec.stability import StabilitySpec
 from clustertrain.spec.strict import build
 
 
@@ -42,6 +43,10 @@ class RankContext:
     @property
     def parallel(self) -> ParallelSpec:
         return self.spec.recipe.parallel if self.spec else ParallelSpec()
+
+    @property
+    def stability(self) -> StabilitySpec:
+        return self.spec.recipe.stability if self.spec else StabilitySpec()
 
     @property
     def data_rank(self) -> int:

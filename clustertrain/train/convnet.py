@@ -39,6 +39,8 @@ class Residual(nn.Module):
         self.norm1 = nn.GroupNorm(groups, outputs)
         self.conv2 = Convolution(outputs, outputs)
         self.last_norm = nn.GroupNorm(groups, outputs)
+        # Modules, so that their dead units can be counted.
+        self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
         same = stride == 1 and inputs == outputs
         self.project = None if same else Convolution(inputs, outputs, size=1, stride=stride)
         self.project_norm = None if same else nn.GroupNorm(groups, outputs)
@@ -47,8 +49,9 @@ class Residual(nn.Module):
         shortcut = x
         if self.project is not None and self.project_norm is not None:
             shortcut = self.project_norm(self.project(x))
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(shortcut + self.last_norm(self.conv2(y)))
+        y = self.relu1(self.norm1(self.conv1(x)))
+        out: torch.Tensor = self.relu2(shortcut + self.last_norm(self.conv2(y)))
+        return out
 
 
 class ConvNet(nn.Module):

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,15 +60,16 @@ class _Positions(Sampler[list[tuple[int, int]]]):
         start = self._start
         while True:
             yield from self._loader.micro_batches_at(start)
-            start += self._loader.global_batch
+            start = self._loader.after(start)
 
 
 class Loader:
     """An endless iterator over this rank's part of each global batch, one item an optimizer step.
 
     An item is a collated batch on the session's device, or with ``micro_batch`` a list of them, equally many on all
-    ranks. ``position`` counts the samples that all ranks together have consumed; it is all the state there is. What the
-    data set says of itself in an attribute ``version`` (a string) is kept beside it, to be compared when a run resumes.
+    ranks. ``position`` is how far all ranks together have come in the stream of samples; that and what
+    :meth:`leave_out` was told is all the state there is. What the data set says of itself in an attribute ``version``
+    (a string) is kept beside it, to be compared when a run resumes.
 
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
@@ -95,6 +96,8 @@ class Loader:
             raise ConfigError("the data set is empty")
         self.global_batch = global_batch
         self.position = 0
+        self.taken = 0  # samples that all ranks together have taken in this session
+        self._left_out = order.LeftOut()
         self.wait_s = 0.0  # spent waiting for data since the session last asked
         self._dataset = dataset
         version = getattr(dataset, "version", None)
@@ -118,11 +121,27 @@ class Loader:
 
     def micro_batches_at(self, position: int) -> list[list[tuple[int, int]]]:
         """This rank's (sample, position) pairs of the global batch that starts at ``position``, by micro-batch."""
-        first = position + self._first
-        found = order.samples(self._seed, len(self._dataset), first, self._share)
-        pairs = [(s, first + i) for i, s in enumerate(found)]
+        pairs: list[tuple[int, int]] = []
+        ahead = self._first  # the samples of the ranks before this one
+        for first, count in self._left_out.runs(position, self._first + self._share):
+            skipped = min(ahead, count)
+            ahead, first, count = ahead - skipped, first + skipped, count - skipped  # noqa: PLW2901
+            found = order.samples(self._seed, len(self._dataset), first, count)
+            pairs += [(sample, first + i) for i, sample in enumerate(found)]
         parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
         return [part or [(0, _NOBODYS)] for part in parts]
+
+    def after(self, position: int) -> int:
+        """Where the global batch ends that starts at ``position``."""
+        first, count = self._left_out.runs(position, self.global_batch)[-1]
+        return first + count
+
+    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        """From now on take nothing from these (first, end) ranges of positions; those told before stay. They are the
+        same on any number of ranks, and in the state."""
+        self.close()
+        for first, end in ranges:
+            self._left_out.add(first, end)
 
     def __iter__(self) -> Loader:
         return self
@@ -139,7 +158,8 @@ class Loader:
                 # default_collate makes lists of tuples, and a pair that is a list looks like two micro-batches.
                 parts.append(self._to_device(tuple(batch) if isinstance(batch, list) else batch))
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
-        self.position += self.global_batch
+        self.position = self.after(self.position)
+        self.taken += self.global_batch
         self.wait_s += clock.monotonic() - started
         self.latest = parts if self._as_list else parts[0]
         self.fresh = True
@@ -175,12 +195,14 @@ class Loader:
             self._closing.value = 1
         self._iterator = None
 
-    def state_dict(self) -> dict[str, int | str]:
-        state: dict[str, int | str] = {
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
             "position": self.position,
             "seed": self._seed,
             "samples": len(self._dataset),
         }
+        if self._left_out.ranges:
+            state["left_out"] = [list(r) for r in self._left_out.ranges]
         return state if self._version is None else {**state, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,6 +221,7 @@ class Loader:
             )
         self.close()
         self.position, self._seed = state["position"], state["seed"]
+        self._left_out = order.LeftOut(state.get("left_out", ()))
 
 
 class _WorkerSignals:

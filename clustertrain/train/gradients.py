@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from clustertrain.checkpoint.state import is_dtensor
 
@@ -27,43 +27,54 @@ def complete(params: Iterable[nn.Parameter]) -> None:
             p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
 
 
-def total_norm(
+def holders(tensor: torch.Tensor, stages: int = 1) -> int:
+    """How many ranks hold the same part of ``tensor`` as this one. ``stages``: the degree of pipeline parallel, whose
+    ranks hold different parameters."""
+    ranks = (dist.get_world_size() if dist.is_initialized() else 1) // stages
+    if not is_dtensor(tensor):
+        return ranks
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    parts: int = math.prod(mesh.size(i) for i, at in enumerate(placements) if not at.is_replicate())
+    return ranks // parts
+
+
+def squares(
     params: Iterable[nn.Parameter],
     device: torch.device,
-    stages: DeviceMesh | None = None,
+    stages: int = 1,
     elsewhere: Collection[int] = (),
 ) -> torch.Tensor:
-    """The L2 norm of the whole gradient, as an fp32 tensor on ``device`` and the same on all ranks; no host sync, save
-    for gradients in host memory (``parallel.offload``), whose squares are summed there and then sent to the device.
+    """This rank's share of the square of the whole gradient's L2 norm: the sum over all ranks is the square. fp64 on
+    ``device``; no host sync, save for gradients in host memory (``parallel.offload``).
 
-    torch's ``get_total_norm`` takes one mesh at a time. Here the squares of what shares a mesh and its sharded
-    dimensions are summed on the rank, then over those dimensions, then over ``stages``.
+    torch's ``get_total_norm`` takes one mesh at a time, and asks each apart. Here what several ranks hold counts with
+    each of them for its part, so that one sum over all ranks does, which can travel with other figures, and has the
+    same bits everywhere.
 
     Args:
-        stages: the pipeline's mesh.
+        stages: the degree of pipeline parallel, whose ranks hold different parameters.
         elsewhere: id() of parameters that another stage counts (tied embeddings).
     """
-    squares: dict[Any, torch.Tensor] = {}
+    grads: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for p in params:
         if p.grad is None or id(p) in elsewhere:
             continue
-        sharded: tuple[tuple[DeviceMesh, int], ...] = ()
         grad: Any = p.grad
-        if is_dtensor(grad):
-            mesh = grad.device_mesh
-            sharded = tuple((mesh, i) for i, placement in enumerate(grad.placements) if not placement.is_replicate())
-            grad = grad.to_local()
-        # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
-        square = torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
-        squares[sharded] = squares[sharded] + square if sharded in squares else square
+        same = (holders(grad, stages), grad.dtype)
+        grads.setdefault(same, []).append(grad.to_local() if is_dtensor(grad) else grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for sharded, square in squares.items():
-        square = square.to(device)  # noqa: PLW2901 - where the ranks of a mesh talk to each other
-        for mesh, dim in sharded:
-            dist.all_reduce(square, group=mesh.get_group(dim))
-        total = total + square
-    if stages is not None:
-        dist.all_reduce(total, group=stages.get_group())
+    for (ranks, _), alike in grads.items():
+        # In fp64: the sum of squares of scaled fp16 gradients leaves the range of fp32.
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32)).double()
+        total = total + (norms.square().sum() / ranks).to(device)
+    return total
+
+
+def total_norm(params: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """The L2 norm of the whole gradient, as an fp32 tensor on ``device`` and the same on all ranks."""
+    total = squares(params, device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
     return total.sqrt().float()
 
 

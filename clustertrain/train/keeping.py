@@ -20,18 +20,22 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Restored, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import EnvironmentNotFit
+from clustertrain.errors import Diverged, EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
 from clustertrain.spec.recipe import AUTO, CheckpointSpec, Recipe
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
+from clustertrain.train.data import Loader
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
+from clustertrain.train.stability.supervisor import Back
+from clustertrain.train.stop import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -165,16 +169,60 @@ class Keeping:
                 skipped=restored.skipped,
                 **({} if restored.from_local is None else {"from_local": restored.from_local}),
             )
+        self._continue_random(restored, seed, step)
+        self._leave_out(state)
+        if self._interval is not None:
+            self._interval.begun()
+            self._say_interval()
+        return step
+
+    def go_back(self, state: dict[str, Any], seed: int, back: Back, wanted: Wanted) -> int:
+        """Collective: fill ``state`` from a checkpoint before what went wrong, without the samples of that; returns its
+        step.
+
+        Raises:
+            Diverged: on all ranks, where that was done too often, or there is no such checkpoint.
+        """
+        t_begin = clock.now()
+        if self._manager is None:
+            raise Diverged(f"{back.why}: there are no checkpoints to go back to", fix="give session() a checkpoint_dir")
+        self._manager.settle()
+        restored = self._manager.go_back(state, wanted)
+        if restored is None:
+            raise Diverged(f"{back.why}: no checkpoint of step {wanted.most} or before is left")
+        step = self._result.committed_step = restored.step
+        self._continue_random(restored, seed, step)
+        self._leave_out(state)
+        self._asked = False
+        if self._interval is not None:
+            self._interval.begun()
+        self._event(
+            "rolled_back",
+            t_begin=t_begin,
+            step=back.last,
+            to_step=step,
+            why=back.why,
+            samples=sum(end - first for ranges in wanted.left_out.values() for first, end in ranges),
+            restore_s=clock.now() - t_begin,
+        )
+        log.warning("%s: back to step %d, without that data", back.why, step)
+        return step
+
+    def _continue_random(self, restored: Restored | None, seed: int, step: int) -> None:
         if restored is not None and restored.rank_state is not None:
             self._threads = restored.rank_state["threads"]
             torch.set_num_threads(self._threads)
             seeds.restore(restored.rank_state["random"], self._context.device)
         else:
             seeds.seed_all(seeds.derive(seed, "rank", step, self._context.rank))
-        if self._interval is not None:
-            self._interval.begun()
-            self._say_interval()
-        return step
+
+    def _leave_out(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint from before a roll-back does not know of it."""
+        if self._manager is None:
+            return
+        for name, ranges in self._manager.left_out().items():
+            if isinstance(state.get(name), Loader):
+                state[name].leave_out(ranges)
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Collective, after the first step, when the optimizer has its state: make room for the first save on the
@@ -279,6 +327,13 @@ class Keeping:
         """Say that what should have been saved is not."""
         self._event("save_given_up", step=step, why=e.message)
         log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
+
+    def is_late(self, agreement: StopAgreement) -> bool:
+        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
+        Collective."""
+        left_s = agreement.least(self.left_s())
+        self.must_end_in(left_s)
+        return agreement.any(self.too_late(left_s))
 
     def too_late(self, left_s: float) -> bool:
         """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under

@@ -14,6 +14,7 @@ from clustertrain.train.data import Loader
 from clustertrain.train.models import Task, task
 from clustertrain.train.schedule import LearningRate
 from clustertrain.train.session import Session, session
+from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step import Loss, Stepped
 
 
@@ -27,11 +28,11 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     data: Loader
     loss: Loss
-    clip_norm: float
+    clip: Clipping
 
     def step(self) -> Stepped:
         """One optimizer step over the next global batch."""
-        return self.session.train_step(next(self.data), self.loss, clip_norm=self.clip_norm)
+        return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 
 
 def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
@@ -47,7 +48,7 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         workers=recipe.data.workers,
         ragged=True,
     )
-    return Trainer(s, what, model, optimizer, data, what.loss, recipe.optim.clip_norm)
+    return Trainer(s, what, model, optimizer, data, what.loss, Clipping.of(recipe.optim))
 
 
 def train(recipe: Recipe, batch: Batch) -> None:

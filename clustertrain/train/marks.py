@@ -56,9 +56,12 @@ class Marks:
         mine.step, mine.phase, mine.t, mine.forward_s = step, beat.TRAIN, self._started, self._forward_s()
         self._writer.write()
 
-    def step_ends(self, step: int, apart_s: float, tokens: int, data_wait_s: float | None) -> dict[str, Any]:
+    def step_ends(
+        self, step: int, apart_s: float, tokens: int, data_wait_s: float | None, samples: int = 0
+    ) -> dict[str, Any]:
         """The session's own part of the row of this step, of which ``apart_s`` seconds were something else. ``step``:
-        how many are done now; ``data_wait_s``: None without a loader."""
+        how many are done now; ``data_wait_s``: None without a loader; ``samples``: of all ranks, 0 where nobody
+        knows."""
         step_s = max(0.0, clock.monotonic() - self._started - apart_s)
         sums = self._sums
         row: dict[str, Any] = {"step": step, "t": clock.now(), "step_s": step_s}
@@ -70,6 +73,8 @@ class Marks:
             self._beat.tokens += tokens / self._world_size
             row["tokens_per_s"] = tokens / step_s if step_s else 0.0
             row["sum_tokens"] = int(sums["sum_tokens"])
+        elif samples:
+            row["samples_per_s"] = samples / step_s if step_s else 0.0
         if data_wait_s is not None:
             sums["sum_data_wait_s"] += data_wait_s
             self._beat.data_wait_s += data_wait_s

@@ -9,6 +9,11 @@ import torch
 _GIB = 1 << 30
 
 
+def allocated_gib(device: torch.device) -> float:
+    """What torch's allocator has given out now, on a GPU."""
+    return torch.cuda.memory_allocated(device) / _GIB
+
+
 def peak_allocated_gib(device: torch.device) -> float | None:
     """The most that torch's allocator had given out so far; None on a CPU, where there is no such allocator.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import torch
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
+from clustertrain.train.arriving import Arriving
 
+PART = "/"  # in the name of a figure of one part: a layer, a slice
+SUM = "sum_"  # begins the name of a running total
 Plain = float | int | bool | str | None
 Scalar = Plain | torch.Tensor | np.generic | np.ndarray[Any, Any]
 
@@ -45,25 +48,44 @@ def _echoed(value: Plain) -> str:
 @dataclass
 class _Row:
     plain: dict[str, Any]
-    tensors: dict[str, torch.Tensor]  # on the CPU, filled once ``copied`` has passed
-    copied: torch.cuda.Event | None
+    coming: list[Arriving]
 
     def ready(self) -> bool:
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+        return all(part.ready() for part in self.coming)
+
+    def values(self) -> dict[str, Any]:
+        """Waits until all are there."""
+        values = dict(self.plain)
+        for part in self.coming:
+            values.update(part.plain(values))
+        return values
 
 
 class Metrics:
     """Rows in ``metrics/attempt-<n>.jsonl``. A row is written when its values have arrived on the host: as a rule one
     step late. Every ``echo_every`` steps one is printed too. Only rank 0 has a ``path``; elsewhere rows are dropped."""
 
-    def __init__(self, path: Path | None, echo_every: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        echo_every: int = 0,
+        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+    ) -> None:
+        """``on_row`` is called with each row that was written."""
         self._file = fsio.Appender(path) if path else None
+        self._on_row = on_row
         self._echo_every = echo_every
         self._waiting: deque[_Row] = deque()
         self.newest: dict[str, Any] = {}  # by name the value that was written last
 
-    def put(self, plain: dict[str, Any], scalars: Mapping[str, Plain | torch.Tensor]) -> None:
-        """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``.
+    def put(
+        self,
+        plain: dict[str, Any],
+        scalars: Mapping[str, Plain | torch.Tensor],
+        coming: Sequence[Arriving] = (),
+    ) -> None:
+        """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``, and
+        both over what is ``coming`` already.
 
         Raises:
             ConfigError: a tensor of more than one element.
@@ -77,26 +99,26 @@ class Metrics:
             return
         self.drain()
         numbers = {k: v for k, v in scalars.items() if not isinstance(v, torch.Tensor)}
-        on_device = [t for t in tensors.values() if t.is_cuda]
-        # Cloned on the CPU: the script may overwrite the tensor before it is written.
-        copies = {k: t.to("cpu", non_blocking=True) if t.is_cuda else t.clone() for k, t in tensors.items()}
-        event = None
-        if on_device:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(on_device[0].device))
-        self._waiting.append(_Row({**plain, **numbers}, copies, event))
+        parts = [Arriving([k], [t]) for k, t in tensors.items()]
+        self._waiting.append(_Row({**plain, **numbers}, [*parts, *coming]))
 
     def drain(self, *, wait: bool = False) -> None:
         """Write the rows that have arrived; with ``wait`` all of them."""
         while self._file is not None and self._waiting and (wait or self._waiting[0].ready()):
-            row = self._waiting.popleft()
-            if row.copied is not None:
-                row.copied.synchronize()
-            values = {**row.plain, **{k: t.item() for k, t in row.tensors.items()}}
+            values = self._waiting.popleft().values()
             self._file.append(values)
             self.newest.update(values)
             if self._echo_every and values["step"] % self._echo_every == 0:
-                print("  ".join(f"{k} {_echoed(v)}" for k, v in values.items() if k != "t"), flush=True)
+                told = ((k, v) for k, v in values.items() if k != "t" and PART not in k and not k.startswith(SUM))
+                print("  ".join(f"{k} {_echoed(v)}" for k, v in told), flush=True)
+            self._on_row(values)
+
+    def go_on_in(self, path: Path | None) -> None:
+        """The rows to come are of earlier steps than those so far: write them into ``path``."""
+        self.drain(wait=True)
+        if self._file is not None and path is not None:
+            self._file.close()
+            self._file = fsio.Appender(path)
 
     def close(self, *, wait: bool = True) -> None:
         """Write what is left; without ``wait`` only what has arrived."""

@@ -7,6 +7,7 @@ epoch is found without a list of all samples, on every rank alike, at once after
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,39 @@ class Permutation:
             while (outside := x >= self._size).any():
                 x[outside] = self._once(x[outside])
         return x
+
+
+class LeftOut:
+    """Ranges of positions in the stream that no batch takes anything from."""
+
+    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
+        """``ranges``: (first, end) pairs, ``end`` not in it."""
+        self.ranges: list[tuple[int, int]] = []
+        for first, end in ranges:
+            self.add(first, end)
+
+    def add(self, first: int, end: int) -> None:
+        """One that touches others becomes one with them; one that is there already changes nothing."""
+        apart = [(a, b) for a, b in self.ranges if b < first or a > end]
+        touching = [r for r in self.ranges if r not in apart]
+        if end > first:
+            merged = (min([first, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
+            self.ranges = sorted([*apart, merged])
+
+    def runs(self, position: int, count: int) -> list[tuple[int, int]]:
+        """The next ``count`` positions from ``position`` on, as (first, how many) pairs."""
+        found: list[tuple[int, int]] = []
+        for first, end in [*self.ranges, (None, None)]:
+            if end is not None and end <= position:
+                continue
+            n = count if first is None else min(count, max(0, first - position))
+            if n:
+                found.append((position, n))
+                position, count = position + n, count - n
+            if not count:
+                break
+            position = end if end is not None else position
+        return found
 
 
 def samples(seed: int, size: int, start: int, count: int) -> list[int]:

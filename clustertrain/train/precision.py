@@ -8,6 +8,8 @@ import torch
 
 from clustertrain.train.context import RankContext
 
+FLOOR = 1.0  # of the loss scale
+
 # fp8 is for the matmuls alone; everything around them is bf16.
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -48,15 +50,18 @@ class LossScale:
         self.interval = interval
         self.good_steps = 0
 
-    def update(self, *, overflow: bool) -> None:
+    def update(self, *, overflow: bool) -> bool:
+        """Returns whether the scale was at its floor before: an overflow there is none of the scale's."""
+        at_floor = self.scale <= FLOOR
         if overflow:
-            self.scale = max(self.scale / 2, 1.0)
+            self.scale = max(self.scale / 2, FLOOR)
             self.good_steps = 0
-            return
+            return at_floor
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.scale *= 2
             self.good_steps = 0
+        return at_floor
 
     def state_dict(self) -> dict[str, float | int]:
         return {"scale": self.scale, "good_steps": self.good_steps}

@@ -15,25 +15,31 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
+from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
+from clustertrain.errors import UsageError
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
-from clustertrain.train import data_parallel, gradients, memory, mesh, out_of_memory, result, seeds
+from clustertrain.train import data_parallel, gradients, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader, MapStyle
 from clustertrain.train.keeping import Keeping
+from clustertrain.train.leaving import Leaving
 from clustertrain.train.marks import Marks
-from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
+from clustertrain.train.metrics import Scalar
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
 from clustertrain.train.profiling import Profiler
+from clustertrain.train.recorder import Recorder
+from clustertrain.train.stability.clipping import Clipping
+from clustertrain.train.stability.supervisor import Back
+from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.watch import STATE, Watch
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
-WORD_OF_STOP_S = 3.0  # how long after the first process of a job the last one hears that it is being ended
 
 
 def session(
@@ -71,13 +77,11 @@ class Session:
         self._timeout_s = timeout_s
         self.step = 0
         self.tokens_per_step = 0
-        self._logged: dict[str, Plain | torch.Tensor] = {}
         self._loaders: list[Loader] = []
         self._places = Places(self._loaders)
         self._finished = False
         self._model: nn.Module | None = None
         self._train_step: TrainStep | None = None
-        self._apart_s = 0.0  # spent since the step began on what is not the step itself
 
     # -- opening and closing
 
@@ -91,9 +95,9 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
-        self._agreement = StopAgreement(
-            self._flag.__bool__, self._groups.stop, {"settle": self._in_trouble, "save": self._overdue}
-        )
+        also = {"settle": self._in_trouble, "save": self._overdue}
+        self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop, also)
+        self._leaving = Leaving(context, self._flag, self._agreement)
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
         self.device = self._result.device = context.device
@@ -112,10 +116,9 @@ class Session:
         seeds.seed_all(self.seed)  # the same on all ranks, so that a model built now is
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
-        self._log_every = context.spec.recipe.train.log_every if context.spec else 0
-        path = context.run.metrics_of(context.attempt.n) if recording and context.run and context.attempt else None
-        self._marks.continue_rows(path)
-        self._metrics = Metrics(path, self._log_every)
+        warnings = Warnings(context.stability, self._event)
+        self._recorder = Recorder(context, self._marks, self._loaders, warnings)
+        self._metrics = self._recorder.metrics
         self._event(
             "session_started",
             t_begin=t_begin,
@@ -155,10 +158,10 @@ class Session:
                     stopped = late or (self._agreement.agreed and not self._finished)
                     self._result.stopped() if stopped else self._result.left()
                 mesh.close_groups()
-            elif error is not None and self._is_of_the_stop(error):
+            elif error is not None and self._leaving.explains(error):
                 self._keeping.close()
                 self._result.stopped()
-                raise SystemExit(self._stopped_code(self._result.committed_step is not None)) from error
+                raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
             elif error is not None:
                 out_of_memory.explain(error, self._context)
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
@@ -169,7 +172,8 @@ class Session:
                 self._metrics.close(wait=False)
             self._profiler.close()
             self._keeping.close()
-            self._event("session_ended", step=self.step, ending=self._result.ending, t_begin=t_begin)
+            ending, skipped = self._result.ending, self._recorder.skipped
+            self._event("session_ended", step=self.step, ending=ending, t_begin=t_begin, skipped_steps=skipped)
             if self._events is not None:
                 self._events.close()
             self._marks.close()
@@ -180,24 +184,11 @@ class Session:
         folder = context.run.profiles if context.run is not None and self.is_main else None
         return Profiler(steps, folder, context.attempt.n if context.attempt else 0, self.device, self._event)
 
-    def _told_to_stop(self) -> bool:
-        return bool(self._flag) or self._agreement.agreed
-
     def _in_trouble(self) -> bool:
         return self._keeping.in_trouble()
 
     def _overdue(self) -> bool:
         return self._keeping.overdue()
-
-    def _is_of_the_stop(self, error: BaseException) -> bool:
-        """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
-        if isinstance(error, TooLate):
-            return True
-        if result.is_lost_worker(error):
-            # What ends the job may have reached a DataLoader of the script's own before it reached this process.
-            return clock.wait_until(self._told_to_stop, WORD_OF_STOP_S)
-        # A peer has left before the step at which all would have stopped.
-        return self._told_to_stop() and result.kind_of(error) in ("communication", "hang")
 
     def _barrier(self) -> None:
         if self._groups.stop is not None:
@@ -248,12 +239,16 @@ class Session:
             made = data_parallel.split_optimizer(cls, params, options)
         else:
             made = cls(params, **options)
-        self._train_step = TrainStep(self._model, made, self._context, self._groups, self._loss_scale, self._event)
+        self._train_step = TrainStep(
+            self._model, made, self._context, self._groups, self._loss_scale, event=self._event
+        )
+        self._recorder.watch = Watch(self._model, self._train_step.guard, self._context)
         return made
 
-    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0) -> Stepped:
+    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
         """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
-        norm of at most ``clip_norm`` (0: none), update.
+        norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
+        skipped by all of them. Its loss, rate and gradient norm go into the step's row.
 
         Args:
             batch: ``(inputs, target)``, or a list of such micro-batches, as a loader with ``micro_batch`` yields them;
@@ -261,13 +256,21 @@ class Session:
             loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
                 mean is over something else, tokens say.
 
+            clip: in place of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
+
         Raises:
             UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
-                other micro-batches.
+                other micro-batches; both ``clip_norm`` and ``clip``.
         """
         if self._train_step is None:
             raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
-        return self._train_step(batch, self._places.of(batch), loss_fn, clip_norm)
+        if clip is not None and clip_norm:
+            raise UsageError("session.train_step: give clip_norm or clip, not both")
+        look = self._recorder.looks_at_layers(self.step + 1)
+        how = clip or Clipping(norm=clip_norm)
+        done = self._train_step(batch, self._places.of(batch), loss_fn, how, look)
+        self._recorder.stepped(done, self._train_step.optimizer)
+        return done
 
     def loader(
         self,
@@ -334,7 +337,7 @@ class Session:
         Raises:
             UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
         """
-        self._logged.update({name: checked(name, value) for name, value in scalars.items()})
+        self._recorder.log(scalars)
 
     def poll(self) -> bool:
         """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
@@ -355,7 +358,7 @@ class Session:
                 yield
         finally:
             eval_s = clock.monotonic() - started
-            self._apart_s += eval_s
+            self._recorder.apart(eval_s)
             self._event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
 
     def steps(
@@ -367,10 +370,11 @@ class Session:
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
-        Before the first one the newest checkpoint that verifies is restored into ``state``. One is saved as often as
-        ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to stop, all leave at the
-        same step: they save, and the process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing could be
-        saved).
+        Before the first one the newest checkpoint that verifies is restored into ``state``. Where the recipe wants a
+        run to go back after a spike or steps that are not finite, an older one is, and lower numbers follow again. One
+        is saved as often as ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to
+        stop, all leave at the same step: they save, and the process ends by SystemExit: 0 in a run, outside one 75 (1
+        where nothing could be saved).
 
         Args:
             state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
@@ -381,12 +385,16 @@ class Session:
         Raises:
             ConfigError: ``checkpoint_every`` is none of these.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
+            Diverged: too many steps in a row were skipped, or the run has gone back too often.
         """
         if total < 0 or (keep is not None and keep < 1):
             raise UsageError(f"steps(total={total}, keep={keep}): must be positive")
         state = state if state is not None else {}
         if self._loss_scale is not None:
             state["loss_scale"] = self._loss_scale
+        if (watch := self._recorder.watch) is not None:
+            state[STATE] = watch
+            watch.begin(state)
         self._keeping.open(checkpoint_every, keep)
         with self._marks.during(beat.RESTORE):
             first = self.step = self._keeping.restore(state, self.seed)
@@ -394,8 +402,12 @@ class Session:
             stop = self.step < total and self.poll()
             asked = self.step > first and self._agreement.taken("save")
             due = asked or self._keeping.due(self.step)
-            late = (stop or self.step == total) and self._is_late() and stop
+            late = (stop or self.step == total) and self._keeping.is_late(self._agreement) and stop
             settle = not stop and self._agreement.taken("settle")
+            everything = stop or due or self.step == total
+            if watch is not None and (back := watch.look(self.step, everything=everything)) is not None:
+                first = self._go_back(state, *back)
+                continue
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
             elif self.step == first + 1 < total:
@@ -415,6 +427,15 @@ class Session:
                 return
             yield from self._one_step(first, total)
 
+    def _go_back(self, state: dict[str, Any], back: Back, wanted: Wanted) -> int:
+        """To the newest checkpoint before what went wrong; returns its step. Collective."""
+        with self._marks.during(beat.RESTORE):
+            self._metrics.drain(wait=True)
+            self.step = self._keeping.go_back(state, self.seed, back, wanted)
+        self._result.step = self.step
+        self._recorder.went_back()
+        return self.step
+
     def _checkpoint(self, state: dict[str, Any], reason: Reason | None, *, settle: bool, stop: bool) -> bool:
         """Save where there is a ``reason``, and wait for the saves under way to ``settle`` trouble or to ``stop``;
         returns whether to stop."""
@@ -432,29 +453,15 @@ class Session:
             return True
         return stop
 
-    def _is_late(self) -> bool:
-        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
-        Collective."""
-        left_s = self._agreement.least(self._keeping.left_s())
-        self._keeping.must_end_in(left_s)
-        return self._agreement.any(self._keeping.too_late(left_s))
-
     def _one_step(self, first: int, total: int) -> Iterator[int]:
-        self._logged, self._apart_s = {}, 0.0
-        for loader in self._loaders:
-            loader.wait_s = 0.0
         t_begin = clock.now()
-        self._marks.step_begins(self.step)
+        self._recorder.begin(self.step)
         self._profiler.begin(self.step)
         yield self.step
         self._profiler.end(self.step)
         self.step += 1
         self._result.step = self.step
-        wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
-        plain = self._marks.step_ends(self.step, self._apart_s, self.tokens_per_step, wait_s)
-        if self._log_every and self.step % self._log_every == 0 and self.device.type == "cuda":
-            plain["peak_allocated_gib"] = memory.peak_allocated_gib(self.device)
-        self._metrics.put(plain, self._logged)
+        self._recorder.end(self.step, self.tokens_per_step)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)
 
@@ -464,9 +471,4 @@ class Session:
         self._metrics.close()
         self._result.stopped()
         self._barrier()
-        raise SystemExit(self._stopped_code(resumable))
-
-    def _stopped_code(self, resumable: bool) -> int:
-        if self._context.run is not None:
-            return EXIT_DONE  # torchrun takes any other code for a failure; the result record tells more
-        return EXIT_STOPPED if resumable else EXIT_FAILED
+        raise SystemExit(self._leaving.code(resumable=resumable))

@@ -21,10 +21,16 @@ from torch import nn
 from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision, profiling
+from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext
 from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.mesh import Groups
 from clustertrain.train.precision import LossScale
+from clustertrain.train.stability import clipping, update
+from clustertrain.train.stability.clipping import Clipping
+from clustertrain.train.stability.guard import Guard, Judged
+from clustertrain.train.stability.layers import Layers
+from clustertrain.train.stability.update import RunningStatistics
 
 # (output, target) -> mean over the samples, or (sum, how many it is the sum of).
 Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
@@ -33,12 +39,24 @@ Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | i
 @dataclass(frozen=True)
 class Stepped:
     """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
-    the device, equal on all ranks. ``skipped``: the gradients of this step overflowed in fp16 and were thrown away.
-    Of a step that counts nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero."""
+    the device, equal on all ranks, as all here. ``skipped``: the weights were left as they are, since the loss or the
+    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts
+    nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
+
+    ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
+    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``overflow``: the gradient of the
+    scaled loss left the range of fp16, which the loss scale takes care of: such a step is skipped and not bad;
+    ``layers``: figures by layer, of a step in which they were asked for."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
-    skipped: bool = False
+    skipped: torch.Tensor
+    clipped: torch.Tensor
+    clip_fraction: torch.Tensor
+    finite: torch.Tensor
+    spike: torch.Tensor
+    overflow: bool = False
+    layers: Arriving | None = None
 
 
 def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
@@ -66,7 +84,7 @@ def call(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
 
 
 class TrainStep:
-    """``forward`` has the time of its forward passes."""
+    """``forward`` has the time of its forward passes, ``guard`` what is known of the last steps."""
 
     def __init__(
         self,
@@ -75,22 +93,36 @@ class TrainStep:
         context: RankContext,
         groups: Groups,
         loss_scale: LossScale | None,
+        *,
+        decides: bool = True,
         event: Callable[..., None] | None = None,
     ) -> None:
-        """``event`` is told of what ``parallel.compile`` has brought; None: nobody wants to know."""
+        """``decides``: False where there are no values to decide by whether the step counts, as in a trace. ``event``
+        is told of what ``parallel.compile`` has brought; None: nobody wants to know."""
+        self._decides = decides
         self._event = event if context.parallel.compile else None
         self._model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._context = context
         self._groups = groups
         self._scale = loss_scale
+        self.guard = Guard(context.stability, context.device)
+        self._statistics = RunningStatistics(model)
         self._takes_samples = takes_samples(unwrap(model))
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
         self._counts_loss = at.tp == 0
         self.forward = ForwardTime(context.device, waits_for_nobody(model, context.layout))
 
-    def __call__(self, batch: Any, samples: Sequence[torch.Tensor] | None, loss_fn: Loss, clip_norm: float) -> Stepped:
+    def __call__(
+        self,
+        batch: Any,
+        samples: Sequence[torch.Tensor] | None,
+        loss_fn: Loss,
+        clip: Clipping,
+        look: Layers | None = None,
+    ) -> Stepped:
+        """``look``: what is to look at the layers in this step."""
         micro_batches = batch if isinstance(batch, list) else [batch]
         for pair in micro_batches:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
@@ -107,14 +139,13 @@ class TrainStep:
 
             compiled.try_out(self._model, passes, self._context.device, self._event)
             self._event = None
-        totals = passes()
+        self._statistics.keep()
+        with look.hooks() if look is not None else nullcontext():
+            totals = passes()
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
-        if dist.is_initialized():
-            dist.all_reduce(totals)
-        loss, count = totals.unbind()
         with profiling.part("optimizer"):
-            return self._update((loss / count).float(), count, clip_norm)
+            return self._update(totals, clip, look)
 
     def _passes(
         self, micro_batches: list[Any], samples: Sequence[Any], nobodys: list[bool], loss_fn: Loss
@@ -150,25 +181,49 @@ class TrainStep:
                 totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
         return totals
 
-    def _update(self, loss: torch.Tensor, count: torch.Tensor, clip_norm: float) -> Stepped:
-        params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+    def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:
+        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        gradients.complete(params)
+        elsewhere = getattr(self._model, "counted_elsewhere", ())
+        squares = gradients.squares(params, self._context.device, self._context.layout.pp, elsewhere)
+        # One sum over all ranks for all figures: what any rank has that is not finite, all hear of.
+        figures = torch.cat([totals, squares.reshape(1)])
+        if dist.is_initialized():
+            dist.all_reduce(figures)
+        total, count, square = figures.unbind()
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
         factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
-        elsewhere = getattr(self._model, "counted_elsewhere", ())
-        gradients.complete(params)
-        norm = gradients.total_norm(params, self._context.device, self._groups.pipeline(), elsewhere) * factor.float()
-        skipped = False
-        if self._scale is not None:
-            # The one host sync of a step, and only for fp16: whether to update must be known before.
-            skipped = not bool(torch.isfinite(norm))
-            self._scale.update(overflow=skipped)
-        if not skipped:
-            gradients.scale(params, (factor * gradients.clip_factor(norm, clip_norm)).float())
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+        judged = self.guard.judge(total, count, (square.sqrt() * factor).float(), clip)
+        overflow = self._scale is not None and self._overflows(self._scale, judged)
+        if look is not None:
+            look.before_update(factor)
+        clipped = clipping.apply(clip, params, factor.float(), judged.norm, judged.limit) & ~judged.skip
+        update.move(self.optimizer, judged.skip if self._decides else None)
+        layers = look.after_update() if look is not None else None
+        self._statistics.put_back_where(judged.skip)
+        self.optimizer.zero_grad()
         self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
-        return Stepped(loss, norm, skipped)
+        return Stepped(
+            judged.loss,
+            judged.norm,
+            judged.skip,
+            clipped,
+            self.guard.note_clipped(clipped),
+            judged.finite,
+            judged.spike,
+            overflow,
+            layers,
+        )
+
+    @staticmethod
+    def _overflows(scale: LossScale, judged: Judged) -> bool:
+        """A host sync in each step, and only for fp16: the next step's scale must be known before it begins."""
+        if not bool(judged.loss.isfinite() | judged.finite):
+            return False  # not for the scale: the loss itself is none, before it was multiplied
+        overflow = not bool(judged.finite)
+        at_floor = scale.update(overflow=overflow)
+        return overflow and not at_floor
 
     def _loss_context(self) -> AbstractContextManager[object]:
         if self._context.layout.tp == 1:

@@ -21,6 +21,7 @@ from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.models import Task
 from clustertrain.train.precision import parameter_dtype
+from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def step(recipe: Recipe, what: Task, asked: Step) -> Traced:
         tracker.track_external(what.model, *_tensors(batch))
         before_update: list[dict[str, int]] = []
         optimizer.register_step_pre_hook(lambda *_: before_update.append(_peak(tracker)))
-        do = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
+        do = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None, decides=False)
         with tracker, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its hooks fail after the model has, and would hide why
-            do([tuple(batch)], None, what.loss, recipe.optim.clip_norm)
+            do([tuple(batch)], None, what.loss, Clipping.of(recipe.optim))
         peak = _peak(tracker)
     passes = before_update[0]
     return Traced(

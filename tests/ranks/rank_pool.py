@@ -176,7 +176,11 @@ class Ranks:
 
     def losses(self) -> dict[int, tuple[float, float]]:
         """Loss and gradient norm by step."""
-        return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(self.run.metrics_of(self.attempt.n))}
+        return {r["step"]: (r["loss"], r["grad_norm"]) for r in self.rows()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all files of the attempt, as they were written."""
+        return [r for path in self.run.metrics_files(self.attempt.n) for r in fsio.read_lines(path)]
 
 
 def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:

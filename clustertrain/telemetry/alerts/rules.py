@@ -96,6 +96,10 @@ class Alerts:
         found = self._gate.judge(key, verdict, t, mono)
         return [] if found is None else [found]
 
+    def happened(self, finding: Finding, t: float, mono: float) -> Alert | None:
+        """What rank 0 has written among its events."""
+        return self._gate.judge((finding.code, "training"), finding, t, mono)
+
     def _renew(self, snapshot: Snapshot) -> None:
         """Other GPUs, as after the driver came back; those that stayed keep what is known of them."""
         same = snapshot.gpus == self._facts and snapshot.ranks == self._rank_list

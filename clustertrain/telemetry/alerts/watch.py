@@ -14,6 +14,7 @@ from clustertrain.telemetry.alerts.across import Across
 from clustertrain.telemetry.alerts.alert import Alert
 from clustertrain.telemetry.alerts.notify import STOP_S, Notifier
 from clustertrain.telemetry.alerts.rules import Alerts
+from clustertrain.telemetry.alerts.training import Training
 from clustertrain.telemetry.segments.newest import Newest
 from clustertrain.telemetry.snapshot import Snapshot
 
@@ -27,6 +28,7 @@ class Watch:
     Args:
         on_event: as of :class:`.Notifier`; called from several threads.
         telemetry: ``attempt.telemetry`` on the first node of a run on several; None elsewhere.
+        events: rank 0's, on its node; None elsewhere.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Watch:
         run: str,
         job_id: str | None = None,
         telemetry: Path | None = None,
+        events: Path | None = None,
     ) -> None:
         self._notifier = Notifier(spec, on_event, run=run, job_id=job_id)
         self._alerts = Alerts(spec, node)
         self._across = Across(spec, node)
         self._newest = Newest(telemetry) if telemetry is not None else None
+        self._training = Training(events) if events is not None and spec.training else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_around, name="alerts-across", daemon=True)
         self._failed = False
@@ -60,6 +64,9 @@ class Watch:
         with it are asked again at the next tick."""
         try:
             alerts = self._alerts.observe(snapshot)
+            for finding in self._training.read(snapshot.mono) if self._training is not None else ():
+                alert = self._alerts.happened(finding, snapshot.t, snapshot.mono)
+                alerts += [] if alert is None else [alert]
         except Exception as e:  # the sampler's thread must go on
             self._tell_failure(e)
             return

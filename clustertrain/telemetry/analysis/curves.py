@@ -237,9 +237,9 @@ def _high(matrix: Matrix) -> Matrix:
 def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
     """Of the rows that rank 0 logged in all attempts, repeated steps included."""
     logs = []
-    for attempt in summary.attempts:
+    for path in (path for attempt in summary.attempts for path in run.metrics_files(attempt.n)):
         try:
-            found = rows.columns(run.metrics_of(attempt.n), ("t", *TRAINING_CURVES))
+            found = rows.columns(path, ("t", *TRAINING_CURVES))
         except OSError:
             continue
         log = {name: np.asarray(column) for name, column in found.items()}

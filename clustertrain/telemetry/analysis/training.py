@@ -117,8 +117,8 @@ def _planned(run: RunDir) -> _Planned:
 def _counted(run: RunDir, attempts: Sequence[Attempt], planned: int, since: float | None) -> list[_Steps]:
     """By attempt. A step that several attempts did counts as the last of them did it."""
     found: list[_Steps] = []
-    for attempt in attempts:
-        columns = {key: np.asarray(c) for key, c in rows.columns(run.metrics_of(attempt.n), KEYS).items()}
+    for attempt, path in ((a, path) for a in attempts for path in run.metrics_files(a.n)):
+        columns = {key: np.asarray(c) for key, c in rows.columns(path, KEYS).items()}
         step = columns["step"]
         known = np.isfinite(step)
         if not known.any():
@@ -170,7 +170,7 @@ def _stats(values: Column) -> Stats | None:
 def _loss(run: RunDir, attempts: Sequence[Attempt]) -> float | None:
     """Of the newest step; None where it has none, or one that is no number."""
     for attempt in reversed(attempts):
-        row = metrics.last_row(run.metrics_of(attempt.n))
+        row = metrics.newest_row(run, attempt.n)
         if row is not None:
             loss = row.get("loss")
             return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None

@@ -39,6 +39,7 @@ class Told:
         self._sums = {"sum_step_s": 0.0, "sum_data_wait_s": 0.0, "sum_tokens": 0}
         self._events: dict[str, list[dict[str, Any]]] = {}
         self._rows: list[dict[str, Any]] = []
+        self._stretch = 0
 
     def batch(self, t: float, name: str, **fields: Any) -> None:
         self._events.setdefault("batch", []).append({"t": t, "event": name, **fields})
@@ -61,13 +62,19 @@ class Told:
         self._rows.append(
             {"step": step, "t": self.t, "step_s": seconds, "data_wait_s": wait_s, **self._sums, **scalars}
         )
-        if len(self._rows) == 1:
+        if len(self._rows) == 1 and not self._stretch:
             self.event("first_step", step=step, t_begin=begin)
+
+    def back(self, step: int, to_step: int, seconds: float) -> None:
+        """Go back to a checkpoint because of ``step``: the rows to come are in another file."""
+        self.lasting("rolled_back", "restore_s", seconds, step=step, to_step=to_step, why="a spike", samples=8)
+        _append(self.run.metrics_of(self.n, self._stretch), self._rows)
+        self._rows, self._stretch = [], self._stretch + 1
 
     def write(self) -> None:
         for writer, found in self._events.items():
             _append(self.run.attempt(self.n).events_of(writer), found)
-        _append(self.run.metrics_of(self.n), self._rows)
+        _append(self.run.metrics_of(self.n, self._stretch), self._rows)
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:

@@ -1,0 +1,124 @@
+"""The row of each step: what the script logs, what the session measures, what the step's own figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from clustertrain.run.folder import RunDir
+from clustertrain.train.arriving import Arriving
+from clustertrain.train.context import RankContext
+from clustertrain.train.data import Loader
+from clustertrain.train.marks import Marks
+from clustertrain.train.memory import allocated_gib, peak_allocated_gib
+from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
+from clustertrain.train.schedule import LR_SCALE
+from clustertrain.train.stability.layers import Layers
+from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.watch import Watch
+from clustertrain.train.step import Stepped
+
+_GIB = 1 << 30
+
+
+class Recorder:
+    """``metrics`` has a file on rank 0 of a run alone. ``watch``: what watches over the steps, where the session does
+    them."""
+
+    def __init__(self, context: RankContext, marks: Marks, loaders: Sequence[Loader], warnings: Warnings) -> None:
+        """``loaders``: a list that may grow."""
+        self._device = context.device
+        self._loaders = loaders
+        self._marks = marks
+        self._log_every = context.spec.recipe.train.log_every if context.spec else 0
+        recording = context.rank == 0 and context.run is not None and context.attempt is not None
+        self._run: RunDir | None = context.run if recording else None
+        self._attempt = context.attempt.n if context.attempt is not None else 0
+        path = self._path(-1)
+        marks.continue_rows(path)
+        self.watch: Watch | None = None
+        self.metrics = Metrics(path, self._log_every, warnings.see)
+        self._logged: dict[str, Plain | torch.Tensor] = {}
+        self._own: dict[str, Plain | torch.Tensor] = {}
+        self._coming: list[Arriving] = []
+        self._apart_s = 0.0  # spent since the step began on what is not the step itself
+        self._before: list[int] = []
+
+    def _path(self, which: int) -> Path | None:
+        return self._run.metrics_files(self._attempt)[which] if self._run is not None else None
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the run that were skipped because they were bad, as far as is known."""
+        return self.watch.supervisor.skipped if self.watch is not None else 0
+
+    def looks_at_layers(self, step: int) -> Layers | None:
+        return self.watch.looks_at_layers(step) if self.watch is not None else None
+
+    def log(self, scalars: Mapping[str, Scalar]) -> None:
+        """Raises UsageError as :meth:`Session.log`."""
+        self._logged.update({name: checked(name, value) for name, value in scalars.items()})
+
+    def apart(self, seconds: float) -> None:
+        self._apart_s += seconds
+
+    def stepped(self, done: Stepped, optimizer: torch.optim.Optimizer) -> None:
+        """What goes into the row of the step under way, where the script has not logged the same."""
+        names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike")
+        figures = (
+            done.loss,
+            done.grad_norm,
+            done.clipped.int(),
+            done.clip_fraction,
+            done.skipped.int(),
+            done.spike.int(),
+        )
+        self._coming = [Arriving(names, figures)] if self._run is not None else []
+        if done.layers is not None and self._run is not None:
+            self._coming.append(done.layers)
+        if self.watch is not None:
+            self.watch.stepped(done)
+        lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
+        self._own = {"lr": lr / scale}
+
+    def begin(self, step: int) -> None:
+        """``step``: how many are done."""
+        self._logged, self._own, self._coming, self._apart_s = {}, {}, [], 0.0
+        for loader in self._loaders:
+            loader.wait_s = 0.0
+        self._before = [loader.taken for loader in self._loaders]
+        if self.watch is not None:
+            self.watch.step_begins()
+        self._marks.step_begins(step)
+
+    def end(self, step: int, tokens: int) -> None:
+        """``step``: how many are done now, of ``tokens`` each (0: not known)."""
+        if self.watch is not None:
+            self.watch.step_ends(step)
+        wait_s = sum(loader.wait_s for loader in self._loaders) if self._loaders else None
+        # A loader that was made in the step has begun at none.
+        before = [*self._before, *([0] * (len(self._loaders) - len(self._before)))]
+        samples = sum(loader.taken - b for loader, b in zip(self._loaders, before, strict=True))
+        plain = self._marks.step_ends(step, self._apart_s, tokens, wait_s, samples)
+        plain.update(self._memory(step))
+        if self.skipped:
+            plain["sum_skipped"] = self.skipped
+        self.metrics.put(plain, {**self._own, **self._logged}, self._coming)
+
+    def _memory(self, step: int) -> dict[str, float]:
+        told = bool(self._log_every) and step % self._log_every == 0
+        if self._device.type != "cuda":
+            return {"rss_gib": psutil.Process().memory_info().rss / _GIB} if told else {}
+        found = {"allocated_gib": allocated_gib(self._device)}
+        if told:
+            found["peak_allocated_gib"] = peak_allocated_gib(self._device) or 0.0
+        return found
+
+    def went_back(self) -> None:
+        """The rows to come are of earlier steps: they get a file of their own, since in each the steps rise."""
+        if self._run is not None:
+            stretch = len(self._run.metrics_files(self._attempt))
+            self.metrics.go_on_in(self._run.metrics_of(self._attempt, stretch))

@@ -1,0 +1,81 @@
+"""Three ways to keep a gradient from moving the weights too far. All work on whole gradients, whatever the layout: the
+global norm is known on every rank, and a limit for elements does not ask where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clustertrain.errors import UsageError
+from clustertrain.spec.optim import Clip, OptimSpec
+from clustertrain.train import gradients
+from clustertrain.train.stability.ring import Ring
+
+ADAPTIVE_WINDOW = 128  # steps whose norms the adaptive limit is a quantile of
+LEAST_NORMS = 16  # until there are so many, adaptive clipping is clipping at ``norm``
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """``norm``: the whole gradient is scaled down to that global norm (0: none). ``value``: each element is brought
+    between minus and plus that. ``adaptive``: as norm, with the ``quantile`` of the last norms for a limit (AutoClip,
+    arXiv 2007.14469)."""
+
+    mode: Clip = "norm"
+    norm: float = 0.0
+    value: float = 1.0
+    quantile: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.norm < 0 or self.value <= 0 or not 0 < self.quantile <= 1:
+            raise UsageError(
+                f"{self}: a limit that cannot be", fix="norm at least 0, value above 0, quantile above 0 and up to 1"
+            )
+
+    @classmethod
+    def of(cls, spec: OptimSpec) -> Clipping:
+        return cls(spec.clip, spec.clip_norm, spec.clip_value, spec.clip_quantile)
+
+
+def limit(clipping: Clipping, norms: Ring, device: torch.device) -> torch.Tensor:
+    """The greatest global norm that is left as it is, on the device; inf where there is none."""
+    fixed = torch.tensor(clipping.norm or float("inf"), device=device)
+    if clipping.mode == "value":
+        return torch.full_like(fixed, float("inf"))
+    if clipping.mode == "norm":
+        return fixed
+    return torch.where(norms.count() >= LEAST_NORMS, norms.quantile(clipping.quantile), fixed)
+
+
+def apply(
+    clipping: Clipping,
+    params: Iterable[nn.Parameter],
+    factor: torch.Tensor,
+    norm: torch.Tensor,
+    limit: torch.Tensor,
+) -> torch.Tensor:
+    """Multiply all gradients by ``factor`` and clip what results, whose global norm is ``norm``; in place, without a
+    host sync. Returns whether anything was clipped: a bool on the device, the same on all ranks."""
+    params = list(params)
+    if clipping.mode == "value":
+        gradients.scale(params, factor)
+        return _clamp(params, clipping.value, norm)
+    gradients.scale(params, factor * torch.clamp(limit / (norm + 1e-6), max=1.0))
+    return norm > limit
+
+
+def _clamp(params: list[nn.Parameter], value: float, norm: torch.Tensor) -> torch.Tensor:
+    # A shard may be empty.
+    grads = [g for g in gradients.local_gradients(params) if g.numel()]
+    most = torch.zeros((), device=norm.device)
+    if grads:
+        most = torch.stack(torch._foreach_norm(grads, float("inf"))).max().to(norm)
+        torch._foreach_clamp_max_(grads, value)
+        torch._foreach_clamp_min_(grads, -value)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most > value

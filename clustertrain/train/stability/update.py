@@ -1,0 +1,61 @@
+"""Let an optimizer move, or not, as a flag on the device says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from clustertrain.checkpoint.state import keeper
+
+
+def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` looks at a flag on the device by itself: torch's fused Adam, AdamW, SGD and Adagrad do, on
+    a GPU. For others the host must read the flag, and so wait for the device once a step."""
+    inner = keeper(optimizer)
+    params = [p for group in inner.param_groups for p in group["params"]]
+    # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
+    return (
+        bool(getattr(inner, "_step_supports_amp_scaling", False))
+        and bool(inner.state)
+        and all(p.is_cuda for p in params)
+    )
+
+
+def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+    """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in (None: no). A skipped
+    step leaves weights and state as they are, in all bits."""
+    if skip is None or not asks_the_device(optimizer):
+        if skip is None or not bool(skip):
+            optimizer.step()
+        return
+    inner = keeper(optimizer)
+    inner.found_inf = skip.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del inner.found_inf  # type: ignore[attr-defined]
+
+
+class RunningStatistics:
+    """The running means of batch norms: a forward pass moves them, before anybody knows whether the step counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(_running(model))
+        self._kept: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        self._kept = [b.clone() for b in self._buffers]
+
+    def put_back_where(self, skip: torch.Tensor) -> None:
+        """As they were when they were kept, where ``skip``; no host sync."""
+        for buffer, kept in zip(self._buffers, self._kept, strict=True):
+            buffer.copy_(torch.where(skip, kept, buffer))
+        self._kept = []
+
+
+def _running(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.buffers(recurse=False)

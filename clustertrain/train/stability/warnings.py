@@ -1,0 +1,190 @@
+"""Warnings about a training run, from the rows as they are written: on rank 0, with no other rank waiting for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clustertrain import clock
+from clustertrain.spec.stability import StabilitySpec
+
+log = logging.getLogger(__name__)
+
+EVENT = "training_warning"
+REST_S = 600.0  # before the same is said again
+SHARE_STEPS = 100  # the share of clipped steps is one of so many
+VANISHED_STEPS = 20  # in a row
+RECENT, KNOWN = 50, 1000  # steps whose speed is compared, and with which
+LEAST_KNOWN = 100
+WARM_UP = 5  # steps that compile, choose kernels and fill caches
+DEAD = 0.5  # share of a layer's units
+
+_RATES = ("tokens_per_s", "samples_per_s")
+
+
+@dataclass(frozen=True)
+class Warning:
+    code: str
+    text: str
+    fix: str
+    value: float | None = None
+    limit: float | None = None
+
+
+class Warnings:
+    """Each code is told once, and again no earlier than ten minutes after that, with how often it was held back."""
+
+    def __init__(self, spec: StabilitySpec, event: Callable[..., None]) -> None:
+        self._spec = spec
+        self._event = event
+        self._told: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+        self._seen = 0
+        self._vanished = 0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._known: deque[float] = deque(maxlen=KNOWN)
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        """One row, as it was written."""
+        self._seen += 1
+        for warning in self._found(row):
+            self.tell(warning, int(row["step"]))
+
+    def tell(self, warning: Warning, step: int) -> None:
+        now = clock.monotonic()
+        last = self._told.get(warning.code)
+        if last is not None and now - last < REST_S:
+            self._held[warning.code] = self._held.get(warning.code, 0) + 1
+            return
+        self._told[warning.code] = now
+        self._event(
+            EVENT,
+            code=warning.code,
+            step=step,
+            text=warning.text,
+            fix=warning.fix,
+            value=_plain(warning.value),
+            limit=warning.limit,
+            held_back=self._held.pop(warning.code, 0),
+        )
+        log.warning("step %d: %s\n  fix: %s", step, warning.text, warning.fix)
+
+    def _found(self, row: Mapping[str, Any]) -> Iterator[Warning]:
+        loss, norm = _number(row.get("loss")), _number(row.get("grad_norm"))
+        # Of a step that counts nothing the loss is a mean of nothing: there it says nothing that it is no number.
+        bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
+        if bad:
+            yield self._non_finite(row, loss, norm)
+        if row.get("spike"):
+            yield Warning(
+                "loss_spike",
+                f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values",
+                'stability.spike = "skip" or "roll-back" keeps such data from moving the weights; a lower learning '
+                "rate or longer warmup makes spikes rarer",
+                loss,
+            )
+        if norm is not None and math.isfinite(norm):
+            yield from self._of_norm(norm, _number(row.get("clip_fraction")))
+        yield from self._of_speed(row)
+        yield from _of_units(row)
+
+    def _non_finite(self, row: Mapping[str, Any], loss: float | None, norm: float | None) -> Warning:
+        skipped = "; the step was skipped" if row.get("skipped") else ""
+        return Warning(
+            "non_finite",
+            f"the loss is {_words(loss)} and the gradient norm {_words(norm)}{skipped}",
+            "look at the data of this step, a lower learning rate, bf16 in place of fp16; `clustertrain diagnose data` "
+            "looks for samples that are not finite",
+            norm if loss is None or math.isfinite(loss) else loss,
+        )
+
+    def _of_norm(self, norm: float, share: float | None) -> Iterator[Warning]:
+        spec = self._spec
+        if spec.grad_norm_limit and norm > spec.grad_norm_limit:
+            yield Warning(
+                "grad_norm_high",
+                f"the gradient norm is {norm:.4g}",
+                "a lower learning rate or a longer warmup; clipping (optim.clip_norm) bounds what one step can do",
+                norm,
+                spec.grad_norm_limit,
+            )
+        self._vanished = self._vanished + 1 if norm < spec.vanishing else 0
+        if self._vanished >= VANISHED_STEPS:
+            yield Warning(
+                "grad_vanishing",
+                f"the gradient norm has been below {spec.vanishing:g} for {self._vanished} steps",
+                "look at the columns grad_norm/… for the layer where it is lost; is the learning rate or the loss "
+                "scale too low, is everything frozen, has the loss reached its floor?",
+                norm,
+                spec.vanishing,
+            )
+        if share is not None and spec.clipped_share and self._seen >= SHARE_STEPS and share > spec.clipped_share:
+            yield Warning(
+                "clipping_often",
+                f"the gradient was clipped in {share:.0%} of the last {SHARE_STEPS} steps",
+                "the limit then sets the step's length: a higher optim.clip_norm, a lower learning rate, or "
+                'optim.clip = "adaptive"',
+                share,
+                spec.clipped_share,
+            )
+
+    def _of_speed(self, row: Mapping[str, Any]) -> Iterator[Warning]:
+        """A step's time has neither evaluation nor checkpoint in it."""
+        rate = next((r for name in _RATES if (r := _number(row.get(name)))), None)
+        step_s = _number(row.get("step_s"))
+        rate = rate if rate is not None else 1 / step_s if step_s else None
+        if rate is None or self._seen <= WARM_UP or not self._spec.slowdown:
+            return
+        if len(self._recent) == RECENT:
+            self._known.append(self._recent[0])
+        self._recent.append(rate)
+        if len(self._known) < LEAST_KNOWN:
+            return
+        now, usual = statistics.median(self._recent), statistics.median(self._known)
+        limit = usual * (1 - self._spec.slowdown)
+        if now < limit:
+            yield Warning(
+                "throughput_drop",
+                f"throughput fell by {1 - now / usual:.0%}: the median of the last {RECENT} steps against that of "
+                "those before",
+                "`clustertrain telemetry` tells whether it is data, communication or the host; data_wait_s in the rows "
+                "is the wait for data",
+                now / usual,
+                1 - self._spec.slowdown,
+            )
+
+
+def _of_units(row: Mapping[str, Any]) -> Iterator[Warning]:
+    dead = {k.partition("/")[2]: v for k, v in row.items() if k.startswith("dead/") and isinstance(v, float)}
+    name = max(dead, key=lambda n: dead[n], default=None)
+    if name is not None and dead[name] > DEAD:
+        yield Warning(
+            "dead_units",
+            f"{dead[name]:.0%} of the units of {name} are zero for every sample of the step",
+            "a lower learning rate, another initialisation, or an activation that does not end at zero (GELU, leaky "
+            "ReLU)",
+            dead[name],
+            DEAD,
+        )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _is_finite(*values: float | None) -> bool:
+    return all(math.isfinite(v) for v in values if v is not None)
+
+
+def _words(value: float | None) -> str:
+    return "not logged" if value is None else f"{value:.6g}"
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no word for what is not finite."""
+    return value if value is None or math.isfinite(value) else str(value)

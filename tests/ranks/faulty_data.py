@@ -1,0 +1,86 @@
+"""What a test does to a rank of the built-in trainer: gradients that are not finite on one rank alone, samples whose
+loss is far too large, samples left out from the start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from clustertrain import settings
+
+
+def poison_gradients(rank: int, steps: Sequence[int]) -> None:
+    """Setup: one element of one gradient of ``rank`` is nan in the steps with these numbers, after the reduction. Each
+    rank writes whether it skipped each step to ``skips-<rank>`` of its rank folder."""
+    from clustertrain.train import gradients, step
+
+    original, call = gradients.complete, step.TrainStep.__call__
+    done = [0]
+
+    def complete(params: Any) -> None:
+        params = list(params)
+        original(params)
+        done[0] += 1
+        if done[0] in steps and int(os.environ["RANK"]) == rank:
+            next(g for g in gradients.local_gradients(params) if g.numel()).view(-1)[0] = float("nan")
+
+    def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = call(self, *args, **kwargs)
+        path = Path(os.environ[settings.RANK_DIR], f"skips-{os.environ['RANK']}")
+        with path.open("a") as f:
+            f.write(f"{int(found.skipped)}")
+        return found
+
+    gradients.complete = complete
+    step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
+
+
+def ask_the_device(rank: int, steps: Sequence[int]) -> None:
+    """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
+    from clustertrain.checkpoint.state import keeper
+    from clustertrain.train import optim
+    from clustertrain.train.stability import update
+
+    original = optim.adamw
+    optim.adamw = lambda *args: {**original(*args), "fused": True, "foreach": None}
+    update.asks_the_device = lambda optimizer: bool(keeper(optimizer).state)
+    poison_gradients(rank, steps)
+
+
+def bad_samples(positions: Sequence[int], factor: float) -> None:
+    """Setup: the loss of a step whose global batch begins at one of these positions is ``factor`` times as large."""
+    from clustertrain.train import loop
+
+    def step(self: loop.Trainer) -> Any:
+        begins = self.data.after(self.data.position) - self.data.global_batch
+        bad = begins in positions
+        loss: Callable[..., Any] = self.loss
+
+        def larger(output: Any, target: Any) -> Any:
+            value = loss(output, target)
+            return (value[0] * factor, *value[1:]) if isinstance(value, tuple) else value * factor
+
+        return self.session.train_step(next(self.data), larger if bad else loss, clip=self.clip)
+
+    loop.Trainer.step = step  # type: ignore[method-assign]
+
+
+def without(first: int, end: int) -> None:
+    """Setup: these positions are left out from the start."""
+    from clustertrain.train import data
+
+    original = data.Loader.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.leave_out([(first, end)])
+
+    data.Loader.__init__ = __init__  # type: ignore[method-assign]
+
+
+def bad_samples_and_a_kill(positions: Sequence[int], factor: float, point: str) -> None:
+    """Setup: as :func:`bad_samples`, and rank 0 is killed at ``point``."""
+    os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
+    bad_samples(positions, factor)

@@ -1,0 +1,217 @@
+"""Ranks of every layout when training goes wrong: they skip alike, go back alike, and the run is what it would have
+been without those samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.checkpoint import offline, rollback
+from clustertrain.plan.layout import Layout
+from clustertrain.run import attempts, goodput, metrics
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import RunDir
+from tests.ranks import faulty_data
+from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
+
+SINGLE = Layout()
+DDP = Layout(strategy="ddp", dp_replicate=4)
+ZERO1 = Layout(strategy="zero1", dp_replicate=4)
+FSDP = Layout(strategy="fsdp", dp_shard=4)
+FSDP_TP = Layout(strategy="fsdp", dp_shard=2, tp=2)
+FSDP_PP = Layout(strategy="fsdp", dp_shard=2, pp=2, schedule="1f1b")
+
+BATCH = 16
+SPIKE = {"spike": "roll-back", "spike_window": 16}
+SPIKE_AT = 20  # the step whose samples are bad; before 16 of them no loss is a spike
+BAD = ((SPIKE_AT - 1) * BATCH,)
+MARGIN = 2
+STEPS, EVERY = 26, 6
+MODEL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2}
+
+
+def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
+    options: dict[str, Any] = {"model": MODEL, "micro_batch": 2, **kw}
+    return make_run(folder, layout, layout.world_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "setup"),
+    [
+        *((layout, faulty_data.poison_gradients) for layout in (DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP)),
+        *((layout, faulty_data.ask_the_device) for layout in (ZERO1, FSDP_TP, FSDP_PP)),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else value.__name__,
+)
+def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
+    tmp_path: Path, layout: Layout, setup: Callable[..., None]
+) -> None:
+    run = run_of(tmp_path / "run", layout, steps=5, every=1, keep=5)
+    ranks = Ranks(run, 4, setup=setup, args=(3, (3, 4))).expect(0)
+    skips = [(ranks.rank_dir / f"skips-{r}").read_text() for r in range(4)]
+    assert skips == ["00110"] * 4
+    rows = metrics.read(run)
+    assert [r["skipped"] for r in rows] == [0, 0, 1, 1, 0]
+    assert rows[3]["loss"] != rows[2]["loss"]  # of other samples, with the same weights
+    # Weights and optimizer state are as they were, in all bits.
+    assert digest(run, 2) == digest(run, 3) == digest(run, 4) != digest(run, 5)
+    assert ranks.events("session_ended")[0]["skipped_steps"] == 2
+    assert [e["code"] for e in ranks.events("training_warning")].count("non_finite") == 1
+
+
+def test_too_many_skipped_in_a_row_end_the_run_for_good(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", FSDP_PP, steps=9, every=2, tables={"stability": {"max_skipped": 3}})
+    ranks = Ranks(run, 4, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
+    results = ranks.results()
+    assert {r["kind"] for r in results} == {"environment"} and {r["step"] for r in results} == {6}
+    assert "3 steps in a row skipped, 4 to 6" in results[0]["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def without_them(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By layout the digest of a run that had the samples left out from the start."""
+    known: dict[Layout, str] = {}
+
+    def of(layout: Layout) -> str:
+        if layout not in known:
+            run = run_of(
+                tmp_path_factory.mktemp("without") / "run",
+                layout,
+                steps=STEPS,
+                every=EVERY,
+                tables={"stability": {"spike": "off"}},
+            )
+            left_out = ((SPIKE_AT - 1 - MARGIN) * BATCH, SPIKE_AT * BATCH)
+            Ranks(run, layout.world_size, setup=faulty_data.without, args=left_out).expect(0)
+            known[layout] = digest(run)
+        return known[layout]
+
+    return of
+
+
+def spiking(folder: Path, layout: Layout, **kw: Any) -> RunDir:
+    stability = {**SPIKE, "roll_back_margin": MARGIN}
+    return run_of(folder, layout, steps=STEPS, every=EVERY, tables={"stability": stability}, **kw)
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP_PP], ids=Layout.words)
+def test_going_back_is_as_if_the_samples_had_never_been_there(
+    tmp_path: Path, layout: Layout, without_them: Any
+) -> None:
+    run = spiking(tmp_path / "run", layout, data={"workers": 1} if layout is DDP else None)
+    batch = EventLog(run.attempt(1).events_of("batch"))
+    batch.write("started", job_id="7")
+    ranks = Ranks(run, 4, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
+    batch.write("ended", ending="completed", last_step=STEPS)
+    batch.close()
+    (back,) = ranks.events("rolled_back")
+    # That of step 18 was made of samples within the margin.
+    assert (back["step"], back["to_step"], back["samples"]) == (SPIKE_AT, 12, (MARGIN + 1) * BATCH)
+    assert digest(run) == without_them(layout)
+    assert [r["step"] for r in metrics.read(run)] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in ranks.rows()] == [*range(1, SPIKE_AT + 1), *range(13, STEPS + 1)]
+    ledger = goodput.ledger(run, attempts.read_all(run), clock.now(), finished=True)
+    assert sum(getattr(ledger, part) for part in goodput.PARTS) == pytest.approx(ledger.wall_s, rel=1e-12)
+    assert ledger.repeated_s > 0 and ledger.restore_s >= back["restore_s"] * 0.99
+
+
+@pytest.mark.parametrize(
+    "point", ["before the roll-back's record", "after the roll-back's record", "between two condemned checkpoints"]
+)
+def test_killed_while_it_goes_back_the_next_attempt_does_the_same(
+    tmp_path: Path, point: str, without_them: Any
+) -> None:
+    layout = Layout(strategy="ddp", dp_replicate=2)
+    run = spiking(tmp_path / "run", layout)
+    first = Ranks(run, 2, setup=faulty_data.bad_samples_and_a_kill, args=(BAD, 50.0, point)).wait()
+    assert first[0] == -9 and first[1] != 0
+    second = Ranks(run, 2, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
+    recorded = point != "before the roll-back's record"
+    assert second.events("restored")[0]["step"] == (12 if recorded else 18)
+    assert len(second.events("rolled_back")) == (not recorded)
+    assert len(rollback.read(run.checkpoints)) == 1
+    assert digest(run) == without_them(layout)
+
+
+def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    two, four = Layout(strategy="ddp", dp_replicate=2), FSDP_TP
+    run = spiking(tmp_path / "run", two)
+    first = Ranks(run, 2, setup=stopping_after_the_way_back).expect(0)
+    assert {r["ending"] for r in first.results()} == {"stopped"}
+    stopped_at = first.results()[0]["step"]
+    assert 12 < stopped_at < SPIKE_AT
+    write_plan(run, four, 4, global_batch=BATCH, micro_batch=2)
+    second = Ranks(run, 4, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
+    assert second.events("restored")[0]["step"] == stopped_at and not second.events("rolled_back")
+    whole = spiking(tmp_path / "whole", SINGLE)
+    wanted = Ranks(whole, 1, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0).losses()
+    for row in metrics.read(run):
+        assert row["loss"] == pytest.approx(wanted[row["step"]][0], rel=1e-4), row["step"]
+
+
+def stopping_after_the_way_back() -> None:
+    """Setup: the run is told to stop at step 14, when it comes there for the second time."""
+    from clustertrain.train.session import Session
+    from tests.ranks.rank_pool import touch_stop_at
+
+    faulty_data.bad_samples(BAD, 50.0)
+    original = Session._go_back
+
+    def go_back(self: Session, *args: Any) -> int:
+        step = original(self, *args)
+        touch_stop_at(step + 2)
+        return step
+
+    Session._go_back = go_back  # type: ignore[method-assign]
+
+
+def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    tables = {"stability": {"then": "roll-back", "max_skipped": 1, "max_roll_backs": 2}}
+    run = run_of(tmp_path / "run", SINGLE, steps=9, every=2, tables=tables)
+    # Wherever the run goes back to, the next step is bad.
+    ranks = Ranks(run, 1, setup=faulty_data.poison_gradients, args=(0, range(4, 99))).expect(78)
+    assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
+    assert "has gone back 2 times" in ranks.results()[0]["error"]["message"]
+    assert [r.count for r in rollback.read(run.checkpoints)] == [1, 2]
+    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "optim"),
+    [
+        (FSDP, {"clip": "value", "clip_value": 0.001}),
+        (FSDP_PP, {"clip": "adaptive", "clip_quantile": 0.5}),
+        (FSDP_TP, {"clip": "adaptive", "clip_quantile": 0.5}),
+    ],
+    ids=lambda value: value.words() if isinstance(value, Layout) else value["clip"],
+)
+def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
+    def rows(name: str, layout: Layout) -> list[dict[str, Any]]:
+        run = run_of(tmp_path / name, layout, steps=22, every=50, tables={"optim": optim})
+        return Ranks(run, layout.world_size).expect(0).rows()
+
+    found, wanted = rows("found", layout), rows("wanted", SINGLE)
+    assert {r["clipped"] for r in wanted[16:]} == ({1} if optim["clip"] == "value" else {0, 1})
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), mine["step"]
+        assert mine["clipped"] == theirs["clipped"], mine["step"]
+
+
+@pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, FSDP_TP, FSDP_PP], ids=Layout.words)
+def test_figures_of_layers_do_not_depend_on_the_layout(tmp_path: Path, layout: Layout) -> None:
+    def figures(name: str, layout: Layout) -> dict[str, float]:
+        run = run_of(tmp_path / name, layout, steps=2, every=50, tables={"stability": {"layers_every": 2}})
+        rows = Ranks(run, layout.world_size).expect(0).rows()
+        assert not any("/" in key for key in rows[0])
+        return {k: v for k, v in rows[1].items() if "/" in k}
+
+    found, wanted = figures("found", layout), figures("wanted", SINGLE)
+    units = ["embed", "head", "layers.0", "layers.1", "norm"]
+    kinds = ("grad_norm", "weight_norm", "update_ratio", "activation")
+    assert sorted(wanted) == sorted(f"{kind}/{unit}" for kind in kinds for unit in units)
+    assert found == pytest.approx(wanted, rel=1e-3)

@@ -1,0 +1,103 @@
+"""A run that went back within an attempt: its rows, its attempts and its ledger, on reading."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from clustertrain.run import attempts, goodput, metrics
+from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.measured import speed
+from clustertrain.telemetry.analysis.training import _counted
+from tests.unit.run.histories import History, Told
+
+
+def gone_back(folder: Path, *, killed: bool = False) -> History:
+    """From 0 to 60 s: steps 1 to 20 of 1 s, back to 12 because of 20, steps 13 to 24 of 0.5 s. ``killed``: at once
+    after it went back; a second attempt does the same 12 steps then."""
+    history = History(folder)
+    one = history.attempt(1, 0.0)
+    one.t = 5.0
+    for step in range(1, 21):
+        one.step(step, 1.0, loss=float(step), wait_s=0.125)
+        if step in (6, 12, 18):
+            one.lasting("checkpoint", "stall_s", 1.0, step=step, save_s=1.0)
+    one.back(20, 12, 4.0)
+    last, at = one, 60.0
+    if killed:
+        one.batch(40.0, "ended", ending="unknown")
+        one.write()
+        last, at = history.attempt(2, 50.0), 90.0
+        last.t = 52.0
+        last.lasting("restored", "restore_s", 2.0, step=12)
+    again(last)
+    last.batch(at, "ended", ending="completed", last_step=24)
+    last.write()
+    return history
+
+
+def again(told: Told) -> None:
+    for step in range(13, 25):
+        told.step(step, 0.5, loss=100.0 + step)
+    told.lasting("checkpoint", "stall_s", 1.0, step=24, save_s=1.0)
+
+
+def book_of(history: History) -> Goodput:
+    book = goodput.ledger(history.run, attempts.read_all(history.run), 500.0, finished=True)
+    parts = [getattr(book, part) for part in PARTS]
+    assert math.fsum(parts) == book.wall_s and min(parts) >= 0
+    return book
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_step_done_twice_counts_once(tmp_path: Path, killed: bool) -> None:
+    history = gone_back(tmp_path / "run", killed=killed)
+    found = metrics.read(history.run)
+    assert [r["step"] for r in found] == list(range(1, 25))
+    assert [r["loss"] for r in found[10:14]] == [11.0, 12.0, 113.0, 114.0]
+    newest = metrics.latest(history.run)
+    assert newest is not None and newest["step"] == 24
+    counted = _counted(history.run, attempts.read_all(history.run), 1, None)
+    assert sum(len(p.of("step")) for p in counted) == 24
+
+
+def test_the_ledger_knows_what_was_thrown_away_and_the_restore(tmp_path: Path) -> None:
+    book = book_of(gone_back(tmp_path / "run"))
+    assert book.wall_s == pytest.approx(60.0)
+    assert book.repeated_s == pytest.approx(8 * 0.5)  # 13 to 20, when they were done again
+    assert book.productive_s == pytest.approx(20.0 + 4 * 0.5)
+    assert (book.restore_s, book.checkpoint_stall_s) == (pytest.approx(4.0), pytest.approx(4.0))
+    assert book.data_wait_s == pytest.approx(2.5)
+
+
+def test_killed_while_it_goes_back_nothing_is_counted_twice(tmp_path: Path) -> None:
+    book = book_of(gone_back(tmp_path / "run", killed=True))
+    assert book.repeated_s == pytest.approx(8 * 0.5)
+    assert book.productive_s == pytest.approx(20.0 + 4 * 0.5)
+    assert book.restore_s == pytest.approx(4.0 + 2.0)
+
+
+def test_what_was_committed_and_taken_back_is_no_progress(tmp_path: Path) -> None:
+    history = History(tmp_path / "run")
+    one = history.attempt(1, 0.0)
+    one.t = 1.0
+    one.lasting("restored", "restore_s", 1.0, step=6)
+    for step in range(7, 20):
+        one.step(step, 1.0)
+        if step == 12:
+            one.lasting("checkpoint", "stall_s", 1.0, step=12, save_s=1.0)
+    one.back(19, 6, 1.0)
+    one.write()
+    (attempt,) = attempts.read_all(history.run)
+    assert (attempt.committed_step, attempt.progressed, attempt.roll_backs) == (None, False, 1)
+    assert attempt.last_step == 19
+
+
+def test_files_that_are_not_there_yet_and_the_speed_over_all_of_them(tmp_path: Path) -> None:
+    history = History(tmp_path / "run")
+    assert history.run.metrics_files(1) == [history.run.metrics_of(1)]
+    done = gone_back(tmp_path / "other").run
+    assert [p.name for p in done.metrics_files(1)] == ["attempt-1.jsonl", "attempt-1-1.jsonl"]
+    assert speed(done, done.attempts()).steps == 32 - 2 * 5

@@ -1,0 +1,62 @@
+"""What rank 0 warns of becomes an alert of its node, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.run.events import EventLog
+from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.telemetry.alerts.training import LOOK_S, Training
+from clustertrain.telemetry.alerts.watch import Watch
+from clustertrain.telemetry.snapshot import Snapshot
+
+T0 = 1_790_000_000.0
+
+
+def warn(path: Path, code: str = "loss_spike", **fields: Any) -> None:
+    log = EventLog(path)
+    log.write("training_warning", **{"code": code, "step": 7, "text": "the loss is 9", "fix": "wait", **fields})
+    log.close()
+
+
+def codes(training: Training, mono: float) -> list[str]:
+    return [f.code for f in training.read(mono)]
+
+
+def test_it_reads_on_where_it_was_and_only_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    training = Training(path)
+    assert codes(training, 0.0) == []  # there is no file yet
+    warn(path)
+    assert codes(training, LOOK_S / 2) == []
+    assert codes(training, LOOK_S) == ["loss_spike"]
+    with path.open("a") as f:
+        f.write('{"t": 1, "event": "training_warning", "code": "non_fin')
+    assert codes(training, 2 * LOOK_S) == []
+    with path.open("a") as f:
+        f.write('ite", "value": "nan"}\n[1]\nnothing\n{"t": 1, "event": "checkpoint", "step": 4}\n')
+    (found,) = training.read(3 * LOOK_S)
+    assert (found.code, found.severity, found.value, found.fix) == ("non_finite", "critical", None, None)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_node_tells_it_where_its_alerts_go(tmp_path: Path, asked: bool) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    told: list[dict[str, Any]] = []
+    it = Watch(
+        AlertsSpec(training=asked), "n0", lambda name, **fields: told.append({"event": name, **fields}), run="r",
+        events=path,
+    )  # fmt: skip
+    for second in range(60):
+        if second in (5, 25):
+            warn(path, step=second)
+        it.observe(Snapshot(T0 + second, float(second), "n0", [], [0], {}))
+    assert it.stop()
+    assert [(e["event"], e["code"], e["text"]) for e in told] == (
+        [("alert", "loss_spike", "step 5: the loss is 9")] if asked else []
+    )
+    json.dumps(told)

@@ -1,0 +1,127 @@
+"""Figures of layers on one process, against what they are by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import clustertrain as ct
+from clustertrain.spec.stability import StabilitySpec
+from clustertrain.train.context import RankContext
+from clustertrain.train.stability.guard import Guard
+from clustertrain.train.stability.layers import SAMPLED, Layers, unit_of
+from clustertrain.train.stability.watch import Watch
+from tests.unit.train.alone import ALONE
+
+
+@pytest.fixture
+def session() -> Iterator[ct.Session]:
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    with ct.session(device="cpu") as opened:
+        yield opened
+    torch.set_num_threads(threads)
+    torch.set_rng_state(generator)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 6)])
+        self.relus = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, relu in zip(self.layers, self.relus, strict=True):
+            x = relu(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("embed.weight", "embed"),
+        ("layers.0.attention.wq.weight", "layers.0"),
+        ("encoder.layers.11.norm.weight", "encoder.layers.11"),
+        ("0.weight", "0"),
+        ("stage1.2.conv1.weight", "stage1.2"),
+        ("temperature", "temperature"),
+        ("conv1.weight", "conv1"),
+        ("layers.3", "layers.3"),
+    ],
+)
+def test_units_are_named_as_the_model_names_them(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
+
+
+def test_each_figure_is_what_it_says(session: ct.Session) -> None:
+    torch.manual_seed(3)
+    model = session.parallelize(Net())
+    net: Any = model
+    with torch.no_grad():
+        net.layers[1].bias[:2] = -100.0  # two of the six units are dead
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    look = Layers(model, session._context)
+    batch = [(torch.randn(n, 4), torch.randn(n, 1)) for n in (3, 2)]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
+    assert done.layers is not None
+    found = done.layers.plain()
+    assert look.units == ["head", "layers.0", "layers.1"]
+    for unit in look.units:
+        names = [n for n in before if unit_of(n) == unit]
+        moved = torch.cat([(p.detach() - before[n]).flatten() for n, p in model.named_parameters() if n in names])
+        gradient = moved / -0.1
+        assert found[f"grad_norm/{unit}"] == pytest.approx(gradient.norm().item(), rel=1e-4)
+        weights = torch.cat([before[n].flatten() for n in names])
+        assert found[f"weight_norm/{unit}"] == pytest.approx(weights.norm().item(), rel=1e-6)
+        ratio = (moved.norm() / weights.norm()).item()
+        assert found[f"update_ratio/{unit}"] == pytest.approx(ratio, rel=1e-3)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(before[n])
+        hidden = torch.cat([net.layers[0](x).relu() for x, _ in batch])
+        outputs = torch.cat([model(x) for x, _ in batch])
+        last = net.layers[1](hidden).relu()
+    assert found["dead/relus.0"] == (hidden == 0).all(0).double().mean().item()
+    assert found["dead/relus.1"] == (last == 0).all(0).double().mean().item() >= 2 / 6
+    assert found["activation/head"] == pytest.approx(outputs.abs().mean().item(), rel=1e-5)
+
+
+def test_nothing_is_left_in_the_model(session: ct.Session) -> None:
+    model = session.parallelize(Net())
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    look = Layers(model, session._context)
+    with pytest.raises(RuntimeError), look.hooks():
+        model(torch.zeros(1, 9))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_they_are_looked_at_every_so_many_steps_and_never_at_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, wanted in ((3, [3, 6, 9]), (0, [])):
+        spec = msgspec.structs.replace(StabilitySpec(), layers_every=every)
+        monkeypatch.setattr(RankContext, "stability", property(lambda self, spec=spec: spec))
+        watch = Watch(Net(), Guard(spec, ALONE.device), ALONE)
+        assert [n for n in range(1, 11) if watch.looks_at_layers(n) is not None] == wanted
+
+
+def test_of_a_large_parameter_a_sample_tells_how_far_it_moved(session: ct.Session) -> None:
+    torch.manual_seed(4)
+    model = session.parallelize(nn.Linear(500, 2 * SAMPLED // 500 + 1, bias=False))
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    look = Layers(model, session._context)
+    (before,) = [p.detach().clone() for p in model.parameters()]
+    batch = (torch.randn(8, 500), torch.randn(8, before.shape[0]))
+    done = session._train_step(batch, None, loss, ct.Clipping(), look)  # type: ignore[misc]
+    assert done.layers is not None
+    (after,) = model.parameters()
+    ratio = ((after.detach() - before).norm() / before.norm()).item()
+    assert done.layers.plain()["update_ratio/weight"] == pytest.approx(ratio, rel=0.02)
