@@ -10,7 +10,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,9 +27,10 @@ from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
-from clustertrain.spec.recipe import AUTO, CheckpointSpec, Recipe
+from clustertrain.spec.recipe import AUTO, CHOSEN, CheckpointSpec, Recipe
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
+from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
 
@@ -70,15 +71,17 @@ class Keeping:
         self._interval: Interval | None = None
         self._asked = False
         self._best = ""
+        self._mode: Literal["min", "max"] = "min"
         self._manager: CheckpointManager | None = None
 
     @property
     def kept(self) -> bool:
         return self._manager is not None
 
-    def open(self, every: int | str | None, keep: int | None) -> None:
+    def open(self, every: int | str | None, keep: int | None, judge: Judge | None = None) -> None:
         """From now on save ``every`` so often (None: only at the end) and keep the ``keep`` newest (None: as many as
-        the recipe says). The recipe's table has the last word on everything else."""
+        the recipe says). The recipe's table has the last word on everything else; where it is silent, the best one by
+        ``judge`` is kept."""
         if self._folder is None:
             return
         if self._manager is not None:  # of an earlier loop of the same session
@@ -86,14 +89,14 @@ class Keeping:
             self._manager.close()
         context = self._context
         asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
-        self._best = asked.best
         self._interval = self._chosen_interval(every, asked.keep_every) if every is not None else None
+        keep_best, self._best, self._mode = self._deciding(asked, judge)
         policy = Policy(
             keep=keep or asked.keep,
             keep_every=asked.keep_every,
-            keep_best=asked.keep_best,
-            best=asked.best,
-            best_mode=asked.best_mode,
+            keep_best=keep_best,
+            best=self._best,
+            best_mode=self._mode,
         )
         self._manager = CheckpointManager(
             self._folder,
@@ -114,6 +117,17 @@ class Keeping:
             on_copy=self._copied,
         )
         self._manager.start()
+
+    def _deciding(self, asked: CheckpointSpec, judge: Judge | None) -> tuple[int, str, Literal["min", "max"]]:
+        """How many of the best ones stay, by which scalar, and whether the least is the best."""
+        recipe = self._context.spec.recipe if self._context.spec else Recipe()
+        keep_best = asked.keep_best if asked.keep_best != CHOSEN else int(judge is not None)
+        if keep_best == 0:
+            return 0, "", "min"
+        named = asked.best or recipe.contract.metric
+        if judge is not None and named in ("", judge.metric):
+            return keep_best, judge.metric, "max" if judge.higher_is_better else "min"
+        return keep_best, named or recipe.deciding_metric, recipe.best_mode
 
     def _chosen_interval(self, every: int | str, milestone: int) -> Interval:
         failures = Failures()
@@ -213,7 +227,7 @@ class Keeping:
         if self._best:
             value = newest.get(self._best)
             number = isinstance(value, (int, float)) and math.isfinite(value)
-            metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
+            metric = Metric(name=self._best, value=float(value) if number else None, mode=self._mode)  # type: ignore[arg-type]
         rank_state, wait = self._rank_state(), reason != "interval"
         self._begun[step] = clock.now()
         self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)

@@ -1,0 +1,178 @@
+"""An evaluation gives under every layout what one process computes, and training does not notice it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from rank_pool import SEQ_LEN, Ranks, make_run
+
+from clustertrain.plan.layout import Layout
+from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.strict import read_toml
+
+pytestmark = pytest.mark.ranks
+
+SAMPLES = 13  # divides by nothing
+STEPS = 4
+
+
+class Apart:
+    """What the trainer is to evaluate on, with two slices that share no micro-batch evenly."""
+
+    slice_names = ("day", "night")
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(0, 256, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(i))
+        torch.rand(1)  # a data set that draws from the rank's own generator
+        return tokens[:-1], tokens[1:]
+
+    def slice_of(self, i: int) -> int:
+        return int(i % 3 == 0)
+
+
+def validated(samples: int = SAMPLES) -> None:
+    """Setup: the trainer's task keeps :class:`Apart` apart."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from clustertrain.train import loop
+
+    task = loop.task
+
+    def with_validation(recipe: Any, **kw: Any) -> Any:
+        return dataclasses.replace(task(recipe, **kw), validation=Apart())
+
+    loop.task = with_validation
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
+    kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}
+    run = make_run(folder, layout, layout.world_size, **kw)
+    spec = read_toml(run.spec)
+    for name, table in (tables or {}).items():
+        spec["recipe"].setdefault(name, {}).update(table)
+    run.spec.write_text(tomli_w.dumps(spec))
+    return run
+
+
+def evaluated(run: RunDir) -> dict[int, dict[str, float]]:
+    return {
+        r["step"]: {k: v for k, v in r.items() if k.startswith("validation_")}
+        for r in metrics.read(run)
+        if "validation_loss" in r
+    }
+
+
+EVALUATE = {
+    "data": {"validation": 0.1},
+    "evaluation": {"every": 2, "metrics": ["accuracy", "top5", "perplexity", "bits_per_token"]},
+}
+
+
+def trained(folder: Path, layout: Layout, **kw: Any) -> dict[int, dict[str, float]]:
+    run = run_of(folder, layout, EVALUATE, **kw)
+    Ranks(run, layout.world_size, setup=validated).expect(0)
+    return evaluated(run)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return trained(tmp_path_factory.mktemp("single") / "run", Layout())
+
+
+LAYOUTS = [
+    Layout(strategy="ddp", dp_replicate=3),
+    Layout(strategy="zero1", dp_replicate=2),
+    Layout(strategy="fsdp", dp_shard=2),
+    Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(cp=2),
+    Layout(pp=2, schedule="gpipe"),
+    Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2),
+    Layout(pp=2, schedule="interleaved", virtual_stages=2),
+    Layout(pp=2, schedule="zero-bubble", virtual_stages=2),
+    Layout(pp=2, schedule="zbv", virtual_stages=2, tp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.words())
+def test_every_layout_evaluates_as_one_process_does(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+) -> None:
+    found = trained(tmp_path / "run", layout)
+    assert found.keys() == wanted.keys() == {2, 4}
+    for step, values in wanted.items():
+        assert found[step].keys() == values.keys()
+        for name, value in values.items():
+            assert found[step][name] == pytest.approx(value, rel=2e-5), (step, name)
+
+
+def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
+    layout = Layout(strategy="fsdp", dp_shard=4)
+    looks = {"model": {"dropout": 0.1}, "global_batch": 16}
+    without, each = (tmp_path / name for name in ("without", "each"))
+    plain = run_of(without, layout, **looks)
+    Ranks(plain, 4, setup=one_thread).expect(0)
+    looked = run_of(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
+    ranks = Ranks(looked, 4, setup=validated).expect(0)
+    assert set(evaluated(looked)) == {1, 2, 3, 4}
+    assert ranks.losses() == losses_of(plain)
+    assert digest(looked, STEPS) == digest(plain, STEPS)
+
+
+def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(run.metrics_of(1))}
+
+
+def stopped_inside(step: int, last: int) -> None:
+    """Setup: the ranks are told to stop in the middle of the evaluation of ``step``."""
+    validated()
+    original = Apart.__getitem__
+    from clustertrain.train.session import Session
+
+    evaluation = Session.evaluation
+    now: list[int] = []
+
+    def noted(self: Session) -> Any:
+        now.append(self.step)
+        return evaluation(self)
+
+    def told(self: Apart, i: int) -> Any:
+        if now and now[-1] == step and i >= last:
+            Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
+        return original(self, i)
+
+    Session.evaluation, Apart.__getitem__ = noted, told  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], step: int
+) -> None:
+    layout = Layout(strategy="ddp", dp_replicate=2)
+    run = run_of(tmp_path / "run", layout, EVALUATE)
+    first = Ranks(run, 2, setup=stopped_inside, args=(step, 4)).expect(0)
+    assert [r["ending"] for r in first.results()] == ["stopped", "stopped"]
+    assert [r["step"] for r in first.results()] == [step, step]
+    assert step not in evaluated(run)
+    second = Ranks(run, 2, attempt=2, setup=validated).expect(0)
+    assert [r["ending"] for r in second.results()] == ["completed", "completed"]
+    found = evaluated(run)
+    assert found.keys() == {2, 4}
+    assert found[step]["validation_loss"] == pytest.approx(wanted[step]["validation_loss"], rel=2e-5)
+    rows = metrics.read(run)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert all("loss" in r and "lr" in r for r in rows)
+    assert second.events("judged")[-1]["best_step"] is not None
