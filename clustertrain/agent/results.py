@@ -29,6 +29,8 @@ class NodeResult:
     step: int | None
     committed_step: int | None
     message: str | None
+    why: str | None  # it ended as it did, where that is not plain
+    spent: bool  # the run's budget is
     ranks: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
@@ -61,6 +63,8 @@ def judge(
         "node_rank": node_rank,
         "step": max(steps, default=None),
         "committed_step": max(committed, default=None),
+        "why": next((str(r["why"]) for r in full if r.get("why")), None),
+        "spent": any(r.get("spent") for r in full),
         "ranks": full,
     }
     if endings == {"completed"}:

@@ -11,8 +11,9 @@ from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import Backend, JobStart, JobView
 from clustertrain.launch.choose import of_run
-from clustertrain.run import attempts, endings, events, metrics, state
+from clustertrain.run import attempts, contract, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.contract import Standing
 from clustertrain.run.folder import RunDir, readable
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
@@ -39,6 +40,7 @@ class Look:
     step: int | None
     total_steps: int | None
     goodput: Goodput
+    contract: Standing | None = None
 
     def state_of(self, attempt: Attempt) -> str:
         """An attempt's ending, or ``running``."""
@@ -94,6 +96,7 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         word = "CANCELLED"
     now_state = state.of_run(run, history, view, word, job_id if silence is not None else None)
     history = _explained(history, now_state, starts)
+    running = now_state == state.RUNNING
     row = metrics.latest(run)
     steps = [*(a.last_step for a in history if a.last_step is not None), *run.committed_steps()[-1:]]
     return Look(
@@ -105,11 +108,12 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         view=view,
         silence=silence,
         history=history,
-        step=int(row["step"]) if row and now_state == state.RUNNING else max(steps, default=None),
+        step=int(row["step"]) if row and running else max(steps, default=None),
         total_steps=total_steps(run),
         goodput=ledger(
             run, history, clock.now(), now_state in state.FINAL, waiting=now_state in (state.PENDING, state.REQUEUED)
         ),
+        contract=contract.standing(run, history, clock.now() if running else None),
     )
 
 

@@ -20,15 +20,15 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Local, Made, Remote, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import EnvironmentNotFit
+from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
 from clustertrain.spec.recipe import AUTO, CHOSEN, CheckpointSpec, Recipe
-from clustertrain.train import seeds
+from clustertrain.train import sameness, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.mesh import Groups
@@ -166,7 +166,7 @@ class Keeping:
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
         t_begin = clock.now()
-        restored = self._manager.restore(state) if self._manager is not None else None
+        restored = self._manager.restore(state, self._agree) if self._manager is not None else None
         step = restored.step if restored else 0
         if restored is not None:
             self._result.step = self._result.committed_step = step
@@ -189,6 +189,24 @@ class Keeping:
             self._interval.begun()
             self._say_interval()
         return step
+
+    def _agree(self, made: Made) -> None:
+        """Whether to go on from a checkpoint that was made like that, as the contract says.
+
+        Raises:
+            ConfigError: only under the same circumstances, and they are others.
+        """
+        found = sameness.differences(made, self._context, about(self._context))
+        if not found:
+            return
+        exact = self._context.spec is not None and self._context.spec.recipe.contract.resume == "exact"
+        if exact:
+            raise ConfigError(
+                f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(found)}",
+                fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
+            )
+        if self._context.rank == 0:
+            log.warning("the run goes on under other circumstances: %s", "; ".join(found))
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Collective, after the first step, when the optimizer has its state: make room for the first save on the
@@ -330,6 +348,7 @@ def about(context: RankContext) -> dict[str, Any]:
         "python": platform.python_version(),
         "recipe": msgspec.to_builtins(_public(spec.recipe)) if spec is not None and spec.script is None else None,
         "git": record.get("git"),
+        "precision": context.precision,
     }
 
 

@@ -36,6 +36,7 @@ from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
+from clustertrain.train.spending import Spending
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
@@ -100,8 +101,11 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
+        self._spending = Spending(context, self._event)
         self._agreement = StopAgreement(
-            self._flag.__bool__, self._groups.stop, {"settle": self._in_trouble, "save": self._overdue}
+            self._flag.__bool__,
+            self._groups.stop,
+            {"settle": self._in_trouble, "save": self._overdue, "budget": self._spending.over},
         )
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
         self.is_main = context.rank == 0
@@ -477,6 +481,7 @@ class Session:
             total = self._end(evaluations, total)
             unfinished = evaluations is not None and evaluations.is_due(self.step, total)
             stop = (self.step < total or unfinished) and self.poll()
+            stop = stop or (self.step < total and self._spent())
             asked = self.step > first and self._agreement.taken("save")
             best = evaluations is not None and evaluations.is_best(self.step)
             due = asked or best or self._keeping.due(self.step)
@@ -501,6 +506,15 @@ class Session:
                 self._marks.enter(beat.SHUTDOWN)
                 return
             yield from self._one_step(first, total, evaluations)
+
+    def _spent(self) -> bool:
+        """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning."""
+        if not self._agreement.taken("budget"):
+            return False
+        self._agreement.drain()
+        self._result.why = self._spending.why() or None
+        self._result.spent = True
+        return True
 
     def _end(self, evaluations: Evaluations | None, total: int) -> int:
         """``total``, or the step that is reached where the evaluations say that it is enough."""

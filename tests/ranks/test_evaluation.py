@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from rank_pool import SEQ_LEN, Ranks, make_run
+from rank_pool import SEQ_LEN, Ranks, digest, make_run
 
+from clustertrain import fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
