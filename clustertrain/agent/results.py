@@ -29,9 +29,9 @@ class NodeResult:
     step: int | None
     committed_step: int | None
     message: str | None
-    why: str | None  # it ended as it did, where that is not plain
-    spent: bool  # the run's budget is
     ranks: Sequence[Mapping[str, Any]]
+    why: str | None = None  # it ended as it did, where that is not plain
+    spent: bool = False  # the run's budget is
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "ranks": list(self.ranks)}
