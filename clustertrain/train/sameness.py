@@ -24,8 +24,10 @@ def differences(made: Made, context: RankContext, now: Mapping[str, Any]) -> lis
     if made.world_size != context.world_size:
         found.append(f"{made.world_size} ranks then, {context.world_size} now")
     layout = {f: getattr(context.layout, f) for f in context.layout.__struct_fields__}
-    if dict(made.layout) != layout:
-        found.append(f"layout {_words(made.layout)} then, {_words(layout)} now")
+    other = [name for name, value in layout.items() if made.layout.get(name) != value]
+    if other:
+        sizes = ", ".join(f"{name} {made.layout.get(name)} -> {layout[name]}" for name in other)
+        found.append(f"layout {_words(made.layout)} then, {_words(layout)} now ({sizes})")
     if made.torch != str(torch.__version__):
         found.append(f"torch {made.torch} then, {torch.__version__} now")
     for name in ("clustertrain", "python", "precision"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from rank_pool import SEQ_LEN, Ranks, digest, make_run
+from rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 from clustertrain import fsio
 from clustertrain.plan.layout import Layout
@@ -177,3 +178,37 @@ def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all("loss" in r and "lr" in r for r in rows)
     assert second.events("judged")[-1]["best_step"] is not None
+
+
+SCRIPT = Path(__file__).with_name("evaluation_script.py")
+
+
+def scripted(folder: Path, layout: Layout, *words: str) -> tuple[RunDir, list[dict[str, float]]]:
+    """The run, and what each rank has found at the end."""
+    run = make_run(folder, layout, layout.world_size, micro_batch=4, script=(SCRIPT, words))
+    return run, _found(Ranks(run, layout.world_size, setup=one_thread).expect(0))
+
+
+def _found(ranks: Ranks) -> list[dict[str, float]]:
+    return [json.loads(p.read_text()) for p in sorted(ranks.rank_dir.glob("found-*.json"))]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(strategy="ddp", dp_replicate=2),
+        Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2),
+        Layout(pp=2, schedule="zbv", virtual_stages=2),
+    ],
+    ids=lambda layout: layout.words(),
+)
+def test_a_script_with_batch_norms_finds_what_its_checkpoint_would(tmp_path: Path, layout: Layout) -> None:
+    blind, at_end = scripted(tmp_path / "blind", layout)
+    looked, with_looks = scripted(tmp_path / "looked", layout, "look")
+    assert losses_of(looked) == losses_of(blind)
+    assert digest(looked) == digest(blind)
+    assert len(at_end) == layout.world_size and at_end[0].keys() == {"validation_loss", "validation_accuracy"}
+    assert all(found == at_end[0] for found in (*at_end, *with_looks))
+    write_plan(looked, Layout(), 1, micro_batch=4)
+    (alone,) = _found(Ranks(looked, 1, attempt=2, setup=one_thread).expect(0))
+    assert alone == pytest.approx(at_end[0], rel=1e-6)
