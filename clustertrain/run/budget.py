@@ -53,7 +53,7 @@ def left(contract: ContractSpec, used: Used) -> dict[str, float]:
 
 
 def used(run: RunDir, history: Sequence[Attempt], now: float | None, gpu_hour_cost: float) -> Used:
-    """``history``: all attempts to be counted. ``now`` (UTC epoch s) where the last one of them is running, else
+    """``history``: all attempts to be counted. ``now`` (UTC epoch s) where the last one of them may be running, else
     None."""
     found = Used()
     ranks = int((fsio.read_json(run.plan) or {}).get("world_size") or 1)
@@ -61,8 +61,10 @@ def used(run: RunDir, history: Sequence[Attempt], now: float | None, gpu_hour_co
         if attempt.start is None:
             continue
         following = next((a.start for a in history[i + 1 :] if a.start is not None), math.inf)
-        running = now is not None and i == len(history) - 1
-        end = now if running and now is not None else min(_end_of(run, attempt), following)
+        if now is not None and i == len(history) - 1 and attempt.end is None:
+            end = now
+        else:
+            end = min(_end_of(run, attempt), following)
         found = found.plus(end - attempt.start, _ranks_of(run, attempt) or ranks, gpu_hour_cost)
     return found
 

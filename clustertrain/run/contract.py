@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.errors import ConfigError, NotReadable
 from clustertrain.run import budget, events
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import Used
 from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import load_spec
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.recipe import Recipe
 
@@ -54,10 +57,8 @@ def standing(run: RunDir, history: Sequence[Attempt], now: float | None) -> Stan
     record = (fsio.read_json(run.record) or {}).get("contract")
     if not isinstance(record, dict):
         return None
-    known = {f: record[f] for f in ContractSpec.__struct_fields__ if f in record}
-    try:
-        contract = msgspec.convert({**known, "mode": "auto"}, ContractSpec)
-    except msgspec.ValidationError:  # of another version
+    contract = _limits(run, record)
+    if contract is None:
         return None
     told = _last_judged(run)
     used = budget.used(run, history, now, contract.gpu_hour_cost) if contract.has_budget else None
@@ -77,6 +78,17 @@ def standing(run: RunDir, history: Sequence[Attempt], now: float | None) -> Stan
         when_spent=contract.when_spent,
         resume=contract.resume,
     )
+
+
+def _limits(run: RunDir, record: dict[str, Any]) -> ContractSpec | None:
+    """The owner may have raised them in spec.toml since. None where they cannot be read."""
+    with contextlib.suppress(ConfigError, NotReadable):
+        return msgspec.structs.replace(load_spec(run).recipe.contract, metric=str(record.get("metric", "")))
+    known = {f: record[f] for f in ContractSpec.__struct_fields__ if f in record}
+    try:
+        return msgspec.convert(known, ContractSpec)
+    except msgspec.ValidationError:  # of another version
+        return None
 
 
 def _last_judged(run: RunDir) -> dict[str, Any]:

@@ -134,6 +134,18 @@ def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
     assert digest(looked, STEPS) == digest(plain, STEPS)
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.words()
+)
+def test_an_evaluation_computes_in_the_precision_of_the_training(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+) -> None:
+    found = trained(tmp_path / "run", layout, precision="bf16")
+    for step, values in wanted.items():
+        assert found[step]["validation_loss"] == pytest.approx(values["validation_loss"], rel=2e-2)
+        assert found[step]["validation_loss"] != pytest.approx(values["validation_loss"], rel=2e-6)
+
+
 def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(run.metrics_of(1))}
 

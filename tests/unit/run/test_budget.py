@@ -63,7 +63,17 @@ def test_one_that_was_killed_costs_until_its_last_sign_and_one_that_runs_until_n
     attempt(run, 1, 0.0, None, None, sign=2 * HOUR)
     attempt(run, 2, 5 * HOUR, None, 2)
     assert used(run, now=6 * HOUR) == Used(gpu_hours=4 * 2 + 2 * 1, wall_hours=3.0, cost=20.0)
-    assert used(run).wall_hours == 2.0  # nothing is known of the second but its start
+    attempt(run, 3, 7 * HOUR, 8 * HOUR, 2)
+    assert used(run, now=20 * HOUR).gpu_hours == 8 + 2  # the last one has ended, whoever asks and when
+    assert used(run).wall_hours == 3.0  # nothing is known of the second but its start
+
+
+def test_limits_that_the_owner_has_raised_since(run: RunDir) -> None:
+    recipe = Recipe(contract=ContractSpec(gpu_hours=10.0))
+    fsio.write_json(run.record, {"contract": contract.recorded(recipe)})
+    run.spec.write_text("[recipe.contract]\ngpu_hours = 25.0\n")
+    found = contract.standing(run, [], None)
+    assert found is not None and found.left == {"gpu_hours": 25.0} and found.metric == "loss"
 
 
 def test_what_is_reached_is_told_in_words() -> None:
