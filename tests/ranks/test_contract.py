@@ -105,13 +105,17 @@ def stop_at_5(*values: float) -> None:
 
 
 def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", **EACH)
+    plateau = {"kind": "plateau", "patience": 1, "factor": 0.5, "warmup_steps": 0}
+    run = run_of(tmp_path / "run", schedule=plateau, **EACH)
     stopped = Ranks(run, 2, setup=stop_at_5, args=FOUND).expect(0)
     assert stopped.results()[0]["ending"] == "stopped"
     Ranks(run, 2, attempt=2, setup=losses, args=FOUND).expect(0)
     assert kept(run) == {2: 3.0, 8: 4.9}
     found = contract.standing(run, attempts.read_all(run), None)
     assert found is not None and (found.best, found.best_step, found.step) == (3.0, 2, 8)
+    peak = load_spec(run).recipe.optim.lr
+    rates = [r["lr"] / peak for r in metrics.read(run)]
+    assert rates == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])  # after two evaluations without a better one
 
 
 def spent_after(looks: int) -> None:

@@ -30,8 +30,10 @@ class Apart:
 
     slice_names = ("day", "night")
 
+    samples = SAMPLES
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.samples
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, 256, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(i))
@@ -47,6 +49,7 @@ def validated(samples: int = SAMPLES) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.train import loop
 
+    Apart.samples = samples
     task = loop.task
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
@@ -83,9 +86,9 @@ EVALUATE = {
 }
 
 
-def trained(folder: Path, layout: Layout, **kw: Any) -> dict[int, dict[str, float]]:
+def trained(folder: Path, layout: Layout, samples: int = SAMPLES, **kw: Any) -> dict[int, dict[str, float]]:
     run = run_of(folder, layout, EVALUATE, **kw)
-    Ranks(run, layout.world_size, setup=validated).expect(0)
+    Ranks(run, layout.world_size, setup=validated, args=(samples,)).expect(0)
     return evaluated(run)
 
 
@@ -132,6 +135,36 @@ def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
     assert set(evaluated(looked)) == {1, 2, 3, 4}
     assert ranks.losses() == losses_of(plain)
     assert digest(looked, STEPS) == digest(plain, STEPS)
+
+
+def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
+    found = trained(tmp_path / "few", Layout(strategy="fsdp", dp_shard=4), samples=2)
+    alone = trained(tmp_path / "alone", Layout(), samples=2)
+    assert found[2] == pytest.approx(alone[2], rel=2e-5)
+    assert found[4] == pytest.approx(alone[4], rel=2e-5)
+
+
+def test_a_contrastive_model_has_the_same_groups_under_every_layout(tmp_path: Path) -> None:
+    tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
+    found = []
+    for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
+        run = run_of(tmp_path / layout.words(), layout, tables, global_batch=32, micro_batch=4, steps=2)
+        Ranks(run, layout.world_size, setup=pairs_apart).expect(0)
+        found.append(evaluated(run)[2])
+    assert found[0].keys() == {"validation_loss", "validation_recall_at_1"}
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
+
+
+def pairs_apart() -> None:
+    """Setup: thirteen pairs, of which one is left over."""
+    validated()
+
+    def pair(self: Apart, i: int) -> Any:
+        tokens = torch.randint(0, 256, (2, SEQ_LEN), generator=torch.Generator().manual_seed(i))
+        return (tokens[0], tokens[1]), i
+
+    Apart.__getitem__ = pair  # type: ignore[assignment,method-assign]
+    Apart.slice_names = ()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

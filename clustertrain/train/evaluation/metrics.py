@@ -38,6 +38,8 @@ def named(metrics: Sequence[str] | Mapping[str, Own]) -> list[Metric]:
         ConfigError: there is none of that name.
     """
     if isinstance(metrics, Mapping):
+        if "loss" in metrics:
+            raise ConfigError("metrics: 'loss' is that of the loss function", fix="give the metric another name")
         return [Metric(name, _without_index(own), "what its function takes") for name, own in metrics.items()]
     for name in metrics:
         if name not in KNOWN:

@@ -88,32 +88,31 @@ class OnePass:
         self._seed = seed
         self._device = device
 
-    def indices(self) -> list[tuple[int, ...]]:
+    def indices(self) -> Iterator[tuple[int, ...]]:
         """By micro-batch the samples that count; a round of all ranks is contiguous."""
         stride = self._micro_batch * self._ranks
-        firsts = range(self._rank * self._micro_batch, -(-self.samples // stride) * stride, stride)
-        return [tuple(range(first, min(first + self._micro_batch, self.samples))) for first in firsts]
+        for first in range(self._rank * self._micro_batch, -(-self.samples // stride) * stride, stride):
+            yield tuple(range(first, min(first + self._micro_batch, self.samples)))
 
     def _filled(self, counted: tuple[int, ...]) -> list[int]:
         missing = self._micro_batch - len(counted) if self._full else 0 if counted else self._group
         return [*counted, *(i % self.samples for i in range(missing))]
 
     def __iter__(self) -> Iterator[Portion]:
-        counted = self.indices()
-        wanted = [self._filled(samples) for samples in counted]
+        # Nothing is listed: there may be very many samples.
+        wanted = (self._filled(samples) for samples in self.indices())
         if self._workers == 0:
-            batches: Any = (default_collate([self._dataset[i] for i in some]) for some in wanted)
-            yield from self._portions(batches, counted)
+            yield from self._portions(default_collate([self._dataset[i] for i in some]) for some in wanted)
             return
         seed = derive(self._seed, "evaluation workers")
         batches, closing = read_ahead(self._dataset, wanted, self._workers, self._device, seed)
         try:
-            yield from self._portions(batches, counted)
+            yield from self._portions(batches)
         finally:
             closing.value = 1
 
-    def _portions(self, batches: Any, counted: list[tuple[int, ...]]) -> Iterator[Portion]:
-        for batch, samples in zip(batches, counted, strict=True):
+    def _portions(self, batches: Iterable[Any]) -> Iterator[Portion]:
+        for batch, samples in zip(batches, self.indices(), strict=True):
             yield Portion(batch if self._device.type == "cpu" else move(batch, self._device), samples)
 
 

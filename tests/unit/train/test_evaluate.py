@@ -167,7 +167,7 @@ def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> OnePass:
     ("count", "ranks", "group"), [(11, 1, 1), (11, 2, 1), (11, 3, 1), (2, 4, 1), (11, 2, 3), (8, 3, 2)]
 )
 def test_every_sample_once_and_as_many_rounds_on_all_ranks(count: int, ranks: int, group: int) -> None:
-    parts = [one_pass(rank, ranks, count, group=group).indices() for rank in range(ranks)]
+    parts = [list(one_pass(rank, ranks, count, group=group).indices()) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     seen = [i for round_ in zip(*parts, strict=True) for samples in round_ for i in samples]
     assert seen == list(range(count - count % group))

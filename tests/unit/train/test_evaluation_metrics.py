@@ -92,5 +92,7 @@ def test_outputs_that_a_metric_cannot_be_told_of(name: str, output: Any, target:
 def test_a_metric_that_nobody_knows() -> None:
     with pytest.raises(ConfigError, match=r"none called 'acuracy'\n.*did you mean accuracy"):
         named(["acuracy"])
+    with pytest.raises(ConfigError, match="another name"):
+        named({"loss": lambda output, target: (output.sum(), 1)})
     own = named({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
     assert float(own.terms(torch.tensor([0.0, 1.0]), None, -100)[0]) == 1.0
