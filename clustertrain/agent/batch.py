@@ -27,7 +27,7 @@ from clustertrain.launch.backend import RUNNING, Backend, JobView
 from clustertrain.launch.choose import of_run
 from clustertrain.launch.comment import JobComment
 from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classify, decide
-from clustertrain.run import attempts, endings, events
+from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir, open_run
 from clustertrain.run.lead import lead_s
@@ -119,14 +119,27 @@ class Batch:
     def spent_by_others(self) -> int | None:
         """Earlier attempts that were killed decided nothing: is there a budget left for this one?"""
         history = [a for a in attempts.charged(self.run) if a.n < self.attempt.n]
-        if not history or history[-1].ending is None:
+        ending, why = endings.SPENT, self._contract_spent()
+        if not why:
+            if not history or history[-1].ending is None:
+                return None
+            ending, why = (
+                endings.NO_PROGRESS,
+                budget_spent(history[-1].ending, history, self.spec.job.max_requeues) or "",
+            )
+        if not why:
             return None
-        why = budget_spent(history[-1].ending, history, self.spec.job.max_requeues)
-        if why is None:
-            return None
-        self.log.write("ended", ending=endings.NO_PROGRESS, reason=why, last_step=None, job_id=self.job_id)
+        self.log.write("ended", ending=ending, reason=why, last_step=None, job_id=self.job_id)
         self.log.write("stopped", why=why)
         return EXIT_NO_REQUEUE
+
+    def _contract_spent(self) -> str:
+        """Whether the attempts before this one have used up what the recipe's contract allows, and it says stop."""
+        contract = self.spec.recipe.contract
+        if not contract.has_budget or contract.when_spent != "stop":
+            return ""
+        earlier = [a for a in attempts.read_all(self.run) if a.n < self.attempt.n]
+        return budget.spent(contract, budget.used(self.run, earlier, None, contract.gpu_hour_cost))
 
     def _restart(self) -> int:
         record = fsio.read_json(self.attempt.record) or {}

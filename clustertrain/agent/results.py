@@ -30,6 +30,8 @@ class NodeResult:
     committed_step: int | None
     message: str | None
     ranks: Sequence[Mapping[str, Any]]
+    why: str | None = None  # it ended as it did, where that is not plain
+    spent: bool = False  # the run's budget is
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "ranks": list(self.ranks)}
@@ -61,6 +63,8 @@ def judge(
         "node_rank": node_rank,
         "step": max(steps, default=None),
         "committed_step": max(committed, default=None),
+        "why": next((str(r["why"]) for r in full if r.get("why")), None),
+        "spent": any(r.get("spent") for r in full),
         "ranks": full,
     }
     if endings == {"completed"}:

@@ -79,6 +79,16 @@ class Restored:
 
 
 @dataclass(frozen=True)
+class Made:
+    """How a checkpoint was made; ``about`` as it was given to the manager that saved it."""
+
+    layout: Mapping[str, Any]
+    world_size: int
+    torch: str
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Local:
     """The tier on the nodes' own disks. All ranks have one or none has; ``root`` is None where this node has no such
     disk."""
@@ -536,8 +546,9 @@ class CheckpointManager:
 
     # -- restore
 
-    def restore(self, state: dict[str, Any]) -> Restored | None:
-        """Put the newest checkpoint that verifies into ``state``; None when there is none at all.
+    def restore(self, state: dict[str, Any], agree: Callable[[Made], None] = lambda made: None) -> Restored | None:
+        """Put the newest checkpoint that verifies into ``state``; None when there is none at all. ``agree`` is asked
+        before anything is loaded, on every rank, and may raise what is then raised on all of them.
 
         Newer ones that did not verify are set aside as ``damaged-step-…``: kept as evidence until a newer checkpoint
         is committed, but neither restored nor counted again.
@@ -547,7 +558,7 @@ class CheckpointManager:
             StorageError: on every rank, when any of them could not read. That is no damage, and nothing is set aside.
         """
         self._on_rank_0(self._clear_up, f"{self._root}: cannot be used for checkpoints")
-        restored = self._restore(state)
+        restored = self._restore(state, agree)
         if restored is not None:
             self._newest = restored.step
         if self._remote is not None and isinstance(self._worker, Background):
@@ -577,7 +588,7 @@ class CheckpointManager:
             raise Diverged(refused["message"], fix=refused["fix"])
         self._on_rank_0(self._clear_up, failure)
         self._heard = {step for step in self._heard if step <= wanted.most}
-        restored = self._restore(state)
+        restored = self._restore(state, lambda made: None)  # the restore before has asked
         self._newest = restored.step if restored is not None else 0
         self._copied = min(self._copied, self._newest)
         return restored
@@ -600,7 +611,7 @@ class CheckpointManager:
         folders.sweep(self._root)
         rollback.enforce(self._root, self._behind() if self._remote is not None else None)
 
-    def _restore(self, state: dict[str, Any]) -> Restored | None:
+    def _restore(self, state: dict[str, Any], agree: Callable[[Made], None]) -> Restored | None:
         started = clock.monotonic()
         found = self._on_rank_0(self._found, f"{self._root}: the checkpoints cannot be listed")
         skipped: list[dict[str, Any]] = []
@@ -610,6 +621,7 @@ class CheckpointManager:
             try:
                 manifest = index.read_manifest(folder)
                 index.check_sizes(folder, manifest)
+                agree(Made(manifest.layout, manifest.world_size, manifest.torch, manifest.about))
                 nearer = near.Near(self._near_root, manifest.made_in) if self._near_root is not None else None
                 reader = Reader(folder, manifest, self._ranks, nearer)
                 finish = reader.load(state)

@@ -68,6 +68,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     value: float | None
+    mode: Literal["min", "max"] = "min"  # which value is the best
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

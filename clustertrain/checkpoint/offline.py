@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import retention
 from clustertrain.checkpoint.blocks import read_shard
-from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, TensorRecord
+from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, Metric, TensorRecord
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder
 from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError, NotFound
@@ -41,7 +41,44 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
     folders = [p for p in index.folders(root) if step in (None, index.step_of(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
     # A run deletes its old ones whenever it has saved.
-    return [r for p, r in rows if p.is_dir()]
+    there = [(p, r) for p, r in rows if p.is_dir()]
+    best = _best([p for p, _ in there]) if step is None else None
+    for folder, row in there:
+        row["best"] = folder == best
+    return [r for _, r in there]
+
+
+def best(root: F) -> F:
+    """The committed checkpoint whose deciding metric is the best, the newest of equal ones.
+
+    Raises:
+        NotFound: none has one.
+    """
+    found = _best(index.folders(root))
+    if found is None:
+        raise NotFound(
+            f"{root}: no checkpoint tells a value of the metric that decides",
+            fix="evaluate on the way (data.validation), or name a scalar that is logged in checkpoint.best",
+        )
+    return found
+
+
+def _best(folders: Sequence[F]) -> F | None:
+    """By the metric of the newest one that has any: what decides may have been changed on the way."""
+    valued: list[tuple[F, Metric]] = []
+    for folder in folders:
+        try:
+            metric = index.read_manifest(folder).metric if index.is_committed(folder) else None
+        except CheckpointError:  # damaged, and told as such elsewhere
+            continue
+        if metric is not None and metric.value is not None and math.isfinite(metric.value):
+            valued.append((folder, metric))
+    if not valued:
+        return None
+    name, mode = valued[-1][1].name, valued[-1][1].mode
+    sign = -1.0 if mode == "max" else 1.0
+    alike = [(sign * (m.value or 0.0), -i, f) for i, (f, m) in enumerate(valued) if m.name == name]
+    return min(alike, key=lambda found: found[:2])[2]
 
 
 def _bytes_in(folder: Folder) -> int:
@@ -68,12 +105,16 @@ def describe(folder: Folder, *, verify: bool = False) -> dict[str, Any]:
         "engine": None,
         "layout": None,
         "world_size": None,
+        "metric": None,
+        "best": False,
     }
     if not row["committed"]:
         return row
     try:
         manifest = index.read_manifest(folder)
         row.update(engine=manifest.engine, layout=manifest.layout, world_size=manifest.world_size)
+        if manifest.metric is not None and manifest.metric.value is not None:
+            row["metric"] = {"name": manifest.metric.name, "value": manifest.metric.value}
         index.check_sizes(folder, manifest)
         if verify:
             _verify_data(folder, manifest)

@@ -224,6 +224,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @checkpoint.command(short_help="The model as safetensors or as one file of torch's.")
 @run_argument
 @step_option
+@click.option("--best", is_flag=True, help="The best one by the run's deciding metric, in place of the newest.")
 @click.option("--format", "form", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True)
 @click.option(
     "-o",
@@ -255,6 +256,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def export(
     name: str,
     step: int | None,
+    best: bool,
     form: Any,
     output: Path,
     dtype: str | None,
@@ -263,7 +265,7 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """The model of RUN for other programs; of the newest committed checkpoint, or of one STEP.
+    """The model of RUN for other programs; of the newest committed checkpoint, of one STEP, or of the best.
 
     `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
     `torch` is a file with a state_dict that torch.load(weights_only=True) reads. The optimizer is left out.
@@ -272,7 +274,9 @@ def export(
     from clustertrain.checkpoint.export import export as write
 
     place = locate(name)
-    folder = place.chosen(step)
+    if best and (step is not None or place.is_one):
+        raise UsageError("--best chooses among all checkpoints of a run, and one is named", fix="leave one of them out")
+    folder = offline.best(place.root) if best else place.chosen(step)
     request = Request(folder, output, form, dtype, max_shard_size, names, force)
     with Bar("exported") as bar:
         done = write(request, bar)

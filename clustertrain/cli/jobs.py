@@ -124,6 +124,7 @@ def status_json(seen: Any) -> dict[str, Any]:
         "skipped_steps": seen.skipped_steps,
         "roll_backs": seen.roll_backs,
         "goodput": msgspec.to_builtins(seen.goodput),
+        "contract": msgspec.to_builtins(seen.contract),
         "run_dir": str(seen.run.path),
     }
 
@@ -201,6 +202,19 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
             click.echo(f"{seen.run.id}: cancelled")
 
 
+def _refuse_spent(run: RunDir) -> None:
+    """Raises ClusterTrainError for a run that would stop again at once."""
+    from clustertrain.run import budget
+    from clustertrain.run.spec import load_spec
+
+    contract = load_spec(run).recipe.contract
+    if not contract.has_budget or contract.when_spent != "stop":
+        return
+    why = budget.spent(contract, budget.of_run(run, contract, clock.now()))
+    if why:
+        raise ClusterTrainError(f"{run.id}: {why}", fix=f"raise the limits under [recipe.contract] in {run.spec}")
+
+
 @click.command()
 @named_run_argument
 @click.option("--time", help="Another time limit, as sbatch takes it.")
@@ -227,6 +241,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         seconds_of(given["time"])
     if seen.state == "completed":
         raise ClusterTrainError(f"{run.id} is complete; there is nothing to continue")
+    _refuse_spent(run)
     job_id = seen.job_id
     if seen.state == "running":
         fsio.write_json(run.attempt(seen.history[-1].n).requeue_asked, {"options": given})

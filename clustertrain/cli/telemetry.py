@@ -11,6 +11,7 @@ from clustertrain.cli.common import find_run, json_option, print_json, run_argum
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
+    from clustertrain.run.contract import Standing
     from clustertrain.run.folder import RunDir
     from clustertrain.run.goodput import Goodput
 
@@ -116,15 +117,15 @@ def telemetry(
     report.show(summary, make_console(), every)
 
 
-def _state_of(run: RunDir) -> tuple[str | None, Goodput | None]:
+def _state_of(run: RunDir) -> tuple[str | None, Goodput | None, Standing | None]:
     """What the scheduler knows besides the run's own files."""
     from clustertrain.launch.look import look
 
     try:
         seen = look(run)
     except (ClusterTrainError, OSError):  # another user's, or damaged; the report says what it can
-        return None, None
-    return seen.state, seen.goodput
+        return None, None, None
+    return seen.state, seen.goodput, seen.contract
 
 
 @click.command()

@@ -11,8 +11,9 @@ from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import Backend, JobStart, JobView
 from clustertrain.launch.choose import of_run
-from clustertrain.run import attempts, endings, events, metrics, state
+from clustertrain.run import attempts, contract, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.contract import Standing
 from clustertrain.run.folder import RunDir, readable
 from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.spec import load_spec
@@ -41,6 +42,7 @@ class Look:
     total_steps: int | None
     goodput: Goodput
     skipped_steps: int = 0  # because loss or gradient was not finite, or the loss a spike
+    contract: Standing | None = None
 
     @property
     def roll_backs(self) -> int:
@@ -100,6 +102,7 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         word = "CANCELLED"
     now_state = state.of_run(run, history, view, word, job_id if silence is not None else None)
     history = _explained(history, now_state, starts)
+    running = now_state == state.RUNNING
     row = metrics.latest(run)
     steps = [*(a.last_step for a in history if a.last_step is not None), *run.committed_steps()[-1:]]
     return Look(
@@ -111,12 +114,13 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
         view=view,
         silence=silence,
         history=history,
-        step=int(row["step"]) if row and now_state == state.RUNNING else max(steps, default=None),
+        step=int(row["step"]) if row and running else max(steps, default=None),
         total_steps=total_steps(run),
         goodput=ledger(
             run, history, clock.now(), now_state in state.FINAL, waiting=now_state in (state.PENDING, state.REQUEUED)
         ),
         skipped_steps=skipped if isinstance(skipped := (row or {}).get("sum_skipped"), int) else 0,
+        contract=contract.standing(run, history, clock.now() if running else None),
     )
 
 

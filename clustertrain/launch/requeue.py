@@ -61,18 +61,24 @@ def classify(e: Evidence) -> Verdict | None:
     endings_seen = {str(r["ending"]) for r in e.results.values()}
     missing = tuple(n for n in e.nodes if n not in e.results)
     if not missing and endings_seen == {"completed"}:
-        return Verdict(endings.COMPLETED, "all ranks completed")
+        return Verdict(endings.COMPLETED, _why(e) or "all ranks completed")
     if e.cancelled:
         return Verdict(endings.CANCELLED, "cancelled by its owner")
     if e.view is not None and e.view.state != RUNNING and e.view.preempt_time is None:
         return _ended_from_outside(e)
     if not missing and "failed" not in endings_seen:
-        return _stopped(e)
+        spent = any(r.get("spent") for r in e.results.values())
+        return Verdict(endings.SPENT, _why(e) or "the budget is spent") if spent else _stopped(e)
     known = _stopped(e) if e.stop_at is not None or e.out_of_time else None
     if known is not None and known.ending != endings.UNKNOWN and not _hopeless(e):
         # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
         return Verdict(known.ending, f"{known.reason}; not all ranks had left in order")
     return _failed(e, missing)
+
+
+def _why(e: Evidence) -> str:
+    """The ranks' own word on it, where they have one."""
+    return next((str(r["why"]) for r in e.results.values() if r.get("why")), "")
 
 
 def _hopeless(e: Evidence) -> bool:
@@ -143,7 +149,7 @@ def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> D
         return Decision("finish", verdict.reason, EXIT_DONE)
     if verdict.fatal is not None:
         return Decision("stop", f"{verdict.reason}; a requeue would fail the same way", verdict.fatal)
-    if verdict.ending == endings.CANCELLED:
+    if verdict.ending in (endings.CANCELLED, endings.SPENT):
         return Decision("stop", verdict.reason, EXIT_NO_REQUEUE)
     if verdict.ending == endings.USER_ERROR:
         return Decision("stop", verdict.reason, EXIT_FAILED)

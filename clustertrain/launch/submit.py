@@ -20,7 +20,7 @@ from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
 from clustertrain.plan.planner import Plan, require_fit
-from clustertrain.run import folder
+from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 from clustertrain.spec import places
@@ -193,7 +193,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
-    fsio.write_json(run.record, made_from)
+    fsio.write_json(run.record, {**made_from, "contract": contract.recorded(spec.recipe)})
     _make_checkpoints(run, spec)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clustertrain.plan import pipeline
 from clustertrain.plan.layout import Batch, Layout, counted
+from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec, Precision
@@ -102,3 +103,23 @@ def of_alignment(
     ]
     reasons = [f"multiples of {needed} and not of {best}, which {precision} likes better: {', '.join(fair)}{a_rank}"]
     return reasons if fair else [], warnings if bad else []
+
+
+def of_budget(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:
+    """Where the predicted time is more than the contract allows. Nothing where no time is predicted."""
+    if step_s is None or not contract.has_budget:
+        return []
+    hours = steps * step_s / 3600
+    predicted = {"gpu_hours": hours * ranks, "wall_hours": hours, "cost": hours * ranks * contract.gpu_hour_cost}
+    over = {name: n for name, n in predicted.items() if 0 < getattr(contract, name) < n}
+    if not over:
+        return []
+    words = " and ".join(
+        f"contract.{name} = {getattr(contract, name):g} ({n:.4g} predicted)" for name, n in over.items()
+    )
+    done = min(getattr(contract, name) / n for name, n in over.items())
+    then = "it stops" if contract.when_spent == "stop" else "there is a warning"
+    return [
+        f"{steps} steps of {step_s:.3g} s on {counted(ranks, 'rank')} need more than {words}: {then} at about step "
+        f"{int(done * steps)}, sooner with start-up, evaluations and checkpoints"
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl, pipeline, why_chosen
+from clustertrain.plan import nccl, notes, pipeline, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.given import Given
@@ -100,6 +100,10 @@ def plan(
             f"signal_lead_s {lead_s}: half of the time limit of {limit_s:g} s; the profile's {profile.signal_lead_s} s "
             "would stop the run soon after its start, and Slurm may warn up to 60 s early"
         )
+    time = _time(spec, choice)
+    if spec.script is None:
+        recipe = spec.recipe
+        choice.warnings += notes.of_budget(recipe.contract, time.step_s, recipe.train.steps, given.world)
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
@@ -110,7 +114,7 @@ def plan(
         layout=choice.layout,
         batch=choice.batch,
         memory=choice.memory,
-        time=_time(spec, choice),
+        time=time,
         nccl=nccl.communication(
             device, fabric, names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),

@@ -33,13 +33,24 @@ def listing(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layout", overflow="fold")
     table.add_column("engine", no_wrap=True)
+    judged = next((row["metric"]["name"] for row in reversed(rows) if row.get("metric")), None)
     table.add_column("state", no_wrap=True)
+    if judged:
+        table.add_column(judged, justify="right", no_wrap=True)
     for row in rows:
         ranks = str(row["world_size"] or "-")
-        table.add_row(
-            str(row["step"]), size(row["bytes"]), ranks, _layout(row["layout"]), row["engine"] or "-", _state(row)
-        )
+        cells = [str(row["step"]), size(row["bytes"]), ranks, _layout(row["layout"]), row["engine"] or "-", _state(row)]
+        table.add_row(*cells, *([_judged(row, judged)] if judged else []))
     return table
+
+
+def _judged(row: Mapping[str, Any], by: str) -> Text:
+    metric = row.get("metric")
+    if not metric or metric["name"] != by:
+        return Text("-")
+    return Text(
+        f"best {metric['value']:.6g}" if row.get("best") else f"{metric['value']:.6g}", style="green" * row["best"]
+    )
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,7 +16,9 @@ from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run import attempts, documents
+from clustertrain.run.contract import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.spec.evaluation import PREFIX
 
 if TYPE_CHECKING:
     from clustertrain.launch.look import Look
@@ -81,9 +83,39 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     stopped = seen.history[-1].stopped if seen.history else None
     if stopped:
         head.add_row("stopped", Text(stopped, style="red"))
+    for title, words in contract_rows(seen.contract):
+        head.add_row(title, Text(words, overflow="fold"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
     parts = [head, _attempts(seen), *predicted(prediction, signs), goodput(seen.goodput, signs)]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
+
+
+def contract_rows(found: Standing | None) -> list[tuple[str, str]]:
+    """What there is to say of the run's contract."""
+    if found is None:
+        return []
+    rows = [("task", ", ".join(w for w in (found.task, found.target) if w))]
+    if found.value is not None:
+        best = "no best yet" if found.best is None else f"best {found.best:.6g} at step {found.best_step}"
+        rows.append(("judged by", f"{found.metric}: {best}; {found.value:.6g} at step {found.step}"))
+    elif found.metric.startswith(PREFIX):
+        rows.append(("judged by", f"{found.metric}, not evaluated yet"))
+    rows.append(("slices", "; ".join(_slice(name, s) for name, s in found.slices.items())))
+    if found.used is not None:
+        limits = [
+            f"{getattr(found.used, name):.3g} {word} used, {left:.3g} left"
+            for name, word in (("gpu_hours", "GPU-hours"), ("wall_hours", "hours"), ("cost", "cost"))
+            if (left := found.left.get(name)) is not None
+        ]
+        rows.append(("budget", "; ".join(limits)))
+    return [row for row in rows if row[1]]
+
+
+def _slice(name: str, found: Slice) -> str:
+    if found.value is None or found.best is None:
+        return f"{name} not known"
+    worse = f", worse by {found.regression:.3g} than its best {found.best:.6g}" if found.regression else ""
+    return f"{name} {found.value:.6g}{worse}"
 
 
 def _layout_of(run: RunDir) -> str:

@@ -60,6 +60,8 @@ def _head(summary: Summary, signs: Glyphs) -> Table:
         row("Coverage", Text(text, style="" if summary.coverage >= 0.9 else "bold yellow"))
     if summary.training is not None:
         row("Training", *_training(summary.training))
+    for title, words in status.contract_rows(summary.contract):
+        row(title.capitalize(), words)
     return table
 
 

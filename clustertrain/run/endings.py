@@ -14,6 +14,7 @@ COMMUNICATION: Final = "communication"
 USER_ERROR: Final = "user_error"
 NO_PROGRESS: Final = "no_progress"
 CANCELLED: Final = "cancelled"
+SPENT: Final = "budget"  # of the recipe's contract, not one of those below
 UNKNOWN: Final = "unknown"
 
 # How often an ending may happen in a row before the run stops; a newer committed step refills all of them.

@@ -39,6 +39,7 @@ def check(recipe: Recipe) -> None:
     _schedule(recipe)
     _evaluation(recipe)
     _contract(recipe)
+    _best(recipe)
 
 
 def _data(recipe: Recipe) -> None:
@@ -110,4 +111,21 @@ def _contract(recipe: Recipe) -> None:
         raise ValueError(
             f"contract.metric = {contract.metric!r} is none that the evaluation gives: "
             + nearest(contract.metric, known)
+        )
+
+
+def _best(recipe: Recipe) -> None:
+    """One scalar decides, whichever table names it."""
+    contract, checkpoint = recipe.contract, recipe.checkpoint
+    if contract.metric and checkpoint.best and contract.metric != checkpoint.best:
+        raise ValueError(
+            f"contract.metric = {contract.metric!r} and checkpoint.best = {checkpoint.best!r}: two scalars would "
+            "decide which checkpoint is the best; leave out checkpoint.best"
+        )
+    same = checkpoint.best in ("", recipe.deciding_metric)
+    modes = {contract.mode, checkpoint.best_mode} - {"auto"}
+    if same and len(modes) > 1:
+        raise ValueError(
+            f"contract.mode = {contract.mode!r} and checkpoint.best_mode = {checkpoint.best_mode!r} say the opposite "
+            f"of {recipe.deciding_metric}: leave out checkpoint.best_mode"
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain.spec import agreement
-from clustertrain.spec.contract import ContractSpec
+from clustertrain.spec.contract import ContractSpec, Mode
 from clustertrain.spec.data import DataKind, DataSpec
 from clustertrain.spec.durations import duration_s
 from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
@@ -41,6 +41,7 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 CheckpointEngine = Literal["raw", "dcp", "torchsnapshot"]
 
 AUTO = "auto"
+CHOSEN = -1  # of checkpoint.keep_best
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -155,9 +156,10 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     )
     keep: int = 3  # newest ones
     keep_every: int = 0  # those of its multiples, in steps, are made and stay for ever; 0: none
-    keep_best: int = 0  # the best ones by the scalar ``best``, besides the newest
-    best: str = ""  # name of a logged scalar; the value that counts is the last one before the save
-    best_mode: Literal["min", "max"] = "min"
+    # The best ones by the scalar ``best``, besides the newest; -1: one where there are evaluations, else none.
+    keep_best: int = CHOSEN
+    best: str = ""  # a logged scalar, of which the last value before the save counts; "": what the contract names
+    best_mode: Mode = "auto"  # auto: as the contract says, or max for accuracy, top5 and recall_at_1, else min
     engine: CheckpointEngine = "raw"  # what writes the bytes; reading is the same for all
     background: bool = True  # training goes on while the bytes are written
     local: str = ""  # a folder on each node's own disk, where each rank's part goes first; $NAME and {job} in it
@@ -168,12 +170,11 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_every("every", self.every)
         self._check_places()
         positive("keep", self.keep)
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (none) or more")
-        if self.keep_best and not self.best:
-            raise ValueError(f'keep_best = {self.keep_best}: name the scalar that decides, best = "loss"')
-        if not self.keep_best and (self.best or self.best_mode != "min"):
+        if self.keep_every < 0:
+            raise ValueError(f"keep_every = {self.keep_every}: must be 0 (none) or more")
+        if self.keep_best < CHOSEN:
+            raise ValueError(f"keep_best = {self.keep_best}: must be 0 (none) or more, or -1 (chosen)")
+        if self.keep_best < 1 and (self.best or self.best_mode != "auto"):
             word = f"best = {self.best!r}" if self.best else f"best_mode = {self.best_mode!r}"
             raise ValueError(f"{word} has no effect without keep_best: set keep_best = 1 or more, or leave it out")
 
@@ -189,6 +190,11 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name in ("local", "remote"):
             if getattr(self, name) and not self.background:
                 raise ValueError(f"{name} needs background = true: the processes that write then make the copies")
+
+
+def _rises(metric: str) -> bool:
+    """Whether more of it is better, by its name."""
+    return metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
 
 
 def check_every(name: str, every: int | str) -> None:
@@ -291,7 +297,17 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Of the deciding metric."""
         if self.contract.mode != "auto":
             return self.contract.mode == "max"
-        return self.deciding_metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
+        return _rises(self.deciding_metric)
+
+    @property
+    def best_mode(self) -> Literal["min", "max"]:
+        """Of what decides which checkpoints are the best."""
+        asked = self.checkpoint
+        if asked.best_mode != AUTO:
+            return "max" if asked.best_mode == "max" else "min"
+        if asked.best in ("", self.deciding_metric):
+            return "max" if self.higher_is_better else "min"
+        return "max" if _rises(asked.best) else "min"
 
     @property
     def profiled_steps(self) -> range:

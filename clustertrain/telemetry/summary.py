@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from clustertrain.run.contract import Standing
 from clustertrain.run.goodput import Goodput
 
 
@@ -256,3 +257,4 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: list[str] = []  # files that this user may not read, or that are damaged, and why
     enabled: bool = True
     device: str | None = None
+    contract: Standing | None = None

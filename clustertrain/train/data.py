@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,6 +71,7 @@ class Loader:
     :meth:`leave_out` was told is all the state there is. What the data set says of itself in an attribute ``version``
     (a string) is kept beside it, to be compared when a run resumes.
 
+    ``micro_batch`` is the size of the largest ones.
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
     (``ragged``), micro-batches differ in size, and a rank that
@@ -106,7 +107,7 @@ class Loader:
             batches.check_divides(global_batch, ranks, micro_batch)
         self._first, self._share = batches.share_of(global_batch, ranks, rank)
         largest = batches.share_of(global_batch, ranks, 0)[1]
-        self._micro = micro_batch or largest
+        self._micro = self.micro_batch = micro_batch or largest
         self._rounds = -(-largest // self._micro)
         self._as_list = micro_batch is not None
         self.ragged = global_batch % (ranks * self._micro) != 0
@@ -170,24 +171,12 @@ class Loader:
         if self._workers == 0:
             # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
             return (default_collate([numbered[k] for k in keys]) for keys in _Positions(self, self.position))
-        self._closing = multiprocessing.get_context().Value("b", 0, lock=False)
-        loader = DataLoader(
-            numbered,
-            batch_sampler=_Positions(self, self.position),
-            num_workers=self._workers,
-            pin_memory=self._device.type == "cuda",
-            worker_init_fn=_WorkerSignals(self._closing),
-            generator=torch.Generator().manual_seed(derive(self._seed, "workers")),
-        )
-        # Blocked until the worker has its own handlers: between fork and then, a warning to the job would kill it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            return iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        seed = derive(self._seed, "workers")
+        found, self._closing = read_ahead(numbered, _Positions(self, self.position), self._workers, self._device, seed)
+        return found
 
     def _to_device(self, batch: Any) -> Any:
-        return batch if self._device.type == "cpu" else _move(batch, self._device)
+        return batch if self._device.type == "cpu" else move(batch, self._device)
 
     def close(self) -> None:
         """End the workers."""
@@ -224,6 +213,28 @@ class Loader:
         self._left_out = order.LeftOut(state.get("left_out", ()))
 
 
+def read_ahead(
+    dataset: Dataset[Any], batches: Iterable[list[Any]], workers: int, device: torch.device, seed: int
+) -> tuple[Iterator[Any], Any]:
+    """Collated batches that processes of their own read, and a shared value: set it to 1 before the iterator is
+    dropped, and the workers may be ended."""
+    closing = multiprocessing.get_context().Value("b", 0, lock=False)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_WorkerSignals(closing),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    # Blocked until the worker has its own handlers: between fork and then, a warning to the job would kill it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return iter(loader), closing
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _WorkerSignals:
     """Keeps a warning meant for the job from killing a worker; only its own rank may end it."""
 
@@ -241,11 +252,11 @@ class _WorkerSignals:
             os._exit(0)
 
 
-def _move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {k: _move(v, device) for k, v in batch.items()}
+        return {k: move(v, device) for k, v in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_move(v, device) for v in batch)
+        return type(batch)(move(v, device) for v in batch)
     return batch

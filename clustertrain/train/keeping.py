@@ -10,7 +10,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,18 +20,19 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Remote, Restored, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Local, Made, Remote, Restored, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import Diverged, EnvironmentNotFit
+from clustertrain.errors import ConfigError, Diverged, EnvironmentNotFit
 from clustertrain.run import attempts
 from clustertrain.spec.places import node_folder
-from clustertrain.spec.recipe import AUTO, CheckpointSpec, Recipe
-from clustertrain.train import seeds
+from clustertrain.spec.recipe import AUTO, CHOSEN, CheckpointSpec, Recipe
+from clustertrain.train import sameness, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader
+from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
 from clustertrain.train.stability.supervisor import Back
@@ -74,15 +75,17 @@ class Keeping:
         self._interval: Interval | None = None
         self._asked = False
         self._best = ""
+        self._mode: Literal["min", "max"] = "min"
         self._manager: CheckpointManager | None = None
 
     @property
     def kept(self) -> bool:
         return self._manager is not None
 
-    def open(self, every: int | str | None, keep: int | None) -> None:
+    def open(self, every: int | str | None, keep: int | None, judge: Judge | None = None) -> None:
         """From now on save ``every`` so often (None: only at the end) and keep the ``keep`` newest (None: as many as
-        the recipe says). The recipe's table has the last word on everything else."""
+        the recipe says). The recipe's table has the last word on everything else; where it is silent, the best one by
+        ``judge`` is kept."""
         if self._folder is None:
             return
         if self._manager is not None:  # of an earlier loop of the same session
@@ -90,14 +93,14 @@ class Keeping:
             self._manager.close()
         context = self._context
         asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
-        self._best = asked.best
         self._interval = self._chosen_interval(every, asked.keep_every) if every is not None else None
+        keep_best, self._best, self._mode = self._deciding(asked, judge)
         policy = Policy(
             keep=keep or asked.keep,
             keep_every=asked.keep_every,
-            keep_best=asked.keep_best,
-            best=asked.best,
-            best_mode=asked.best_mode,
+            keep_best=keep_best,
+            best=self._best,
+            best_mode=self._mode,
         )
         self._manager = CheckpointManager(
             self._folder,
@@ -118,6 +121,17 @@ class Keeping:
             on_copy=self._copied,
         )
         self._manager.start()
+
+    def _deciding(self, asked: CheckpointSpec, judge: Judge | None) -> tuple[int, str, Literal["min", "max"]]:
+        """How many of the best ones stay, by which scalar, and whether the least is the best."""
+        recipe = self._context.spec.recipe if self._context.spec else Recipe()
+        keep_best = asked.keep_best if asked.keep_best != CHOSEN else int(judge is not None)
+        if keep_best == 0:
+            return 0, "", "min"
+        named = asked.best or recipe.contract.metric
+        if judge is not None and named in ("", judge.metric):
+            return keep_best, judge.metric, "max" if judge.higher_is_better else "min"
+        return keep_best, named or recipe.deciding_metric, recipe.best_mode
 
     def _chosen_interval(self, every: int | str, milestone: int) -> Interval:
         failures = Failures()
@@ -156,7 +170,7 @@ class Keeping:
     def restore(self, state: dict[str, Any], seed: int) -> int:
         """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
         t_begin = clock.now()
-        restored = self._manager.restore(state) if self._manager is not None else None
+        restored = self._manager.restore(state, self._agree) if self._manager is not None else None
         step = restored.step if restored else 0
         if restored is not None:
             self._result.step = self._result.committed_step = step
@@ -224,6 +238,24 @@ class Keeping:
             if isinstance(state.get(name), Loader):
                 state[name].leave_out(ranges)
 
+    def _agree(self, made: Made) -> None:
+        """Whether to go on from a checkpoint that was made like that, as the contract says.
+
+        Raises:
+            ConfigError: only under the same circumstances, and they are others.
+        """
+        found = sameness.differences(made, self._context, about(self._context))
+        if not found:
+            return
+        exact = self._context.spec is not None and self._context.spec.recipe.contract.resume == "exact"
+        if exact:
+            raise ConfigError(
+                f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(found)}",
+                fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
+            )
+        if self._context.rank == 0:
+            log.warning("the run goes on under other circumstances: %s", "; ".join(found))
+
     def reserve(self, state: dict[str, Any]) -> None:
         """Collective, after the first step, when the optimizer has its state: make room for the first save on the
         way."""
@@ -261,7 +293,7 @@ class Keeping:
         if self._best:
             value = newest.get(self._best)
             number = isinstance(value, (int, float)) and math.isfinite(value)
-            metric = Metric(name=self._best, value=float(value) if number else None)  # type: ignore[arg-type]
+            metric = Metric(name=self._best, value=float(value) if number else None, mode=self._mode)  # type: ignore[arg-type]
         rank_state, wait = self._rank_state(), reason != "interval"
         self._begun[step] = clock.now()
         self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)
@@ -371,6 +403,7 @@ def about(context: RankContext) -> dict[str, Any]:
         "python": platform.python_version(),
         "recipe": msgspec.to_builtins(_public(spec.recipe)) if spec is not None and spec.script is None else None,
         "git": record.get("git"),
+        "precision": context.precision,
     }
 
 

@@ -11,6 +11,7 @@ from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
 from clustertrain.train import optim
 from clustertrain.train.data import Loader
+from clustertrain.train.evaluation.of_recipe import of_recipe
 from clustertrain.train.models import Task, task
 from clustertrain.train.schedule import LearningRate
 from clustertrain.train.session import Session, session
@@ -60,8 +61,9 @@ def train(recipe: Recipe, batch: Batch) -> None:
         rate = LearningRate(
             recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=recipe.higher_is_better
         )
+        evaluations = of_recipe(s, t.task, recipe, then=rate.observe)
         state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": rate}
-        for step in s.steps(total, state, checkpoint_every=recipe.checkpoint.every, keep=recipe.checkpoint.keep):
+        for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):
             lr = rate.apply(t.optimizer, step + 1)
             done = t.step()
             s.log(loss=done.loss, lr=lr, grad_norm=done.grad_norm)

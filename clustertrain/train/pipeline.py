@@ -20,6 +20,7 @@ from clustertrain.plan import pipeline as plan
 from clustertrain.spec.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.train import precision, stages
 from clustertrain.train.context import RankContext
+from clustertrain.train.evaluation.forward_only import ForwardOnly
 from clustertrain.train.stages import Stage
 from clustertrain.train.step import Loss, takes_samples, weighed
 
@@ -78,6 +79,7 @@ class Pipeline(nn.Module):
                 # must be the gathered ones of the forward pass. The schedule itself gathers and frees whole stages.
                 part.set_reshard_after_forward(False)  # type: ignore[operator]
         self._learned: set[int] = set()
+        self._no_learning = False
         self._schedule: Any = None
         self._shape: Any = None
         self._loss: Callable[[Any, int], torch.Tensor]
@@ -97,7 +99,24 @@ class Pipeline(nn.Module):
         return destination
 
     def forward(self, *inputs: Any, samples: torch.Tensor | None = None) -> NoReturn:
-        raise UsageError("a model in pipeline stages cannot be called", fix="use session.train_step(batch, loss_fn)")
+        raise UsageError(
+            "a model in pipeline stages cannot be called",
+            fix="use session.train_step(batch, loss_fn), and session.evaluate(dataset, loss_fn)",
+        )
+
+    @functools.cached_property
+    def forward_only(self) -> ForwardOnly:
+        """Passes without a schedule of torch's, whose own first pass they leave as it is."""
+        return ForwardOnly(self.pipeline_stages, self._at, self._group, self._context.device)
+
+    @contextmanager
+    def without_learning(self) -> Iterator[None]:
+        """Around passes that are not the schedule's."""
+        self._no_learning = True
+        try:
+            yield
+        finally:
+            self._no_learning = False
 
     def run(
         self,
@@ -165,8 +184,9 @@ class Pipeline(nn.Module):
         if at.index > 0:
             kwargs = {k: v for k, v in kwargs.items() if k == "samples"}
         # The first pass through a stage is torch's own, to learn the shapes of what it hands on.
-        learning = at.index not in self._learned
-        self._learned.add(at.index)
+        learning = at.index not in self._learned and not self._no_learning
+        if learning:
+            self._learned.add(at.index)
         with precision.autocast(self._context), _buffers_apart(part) if learning else nullcontext():
             return original(*args, **kwargs)
 

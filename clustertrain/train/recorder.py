@@ -62,6 +62,10 @@ class Recorder:
         """Raises UsageError as :meth:`Session.log`."""
         self._logged.update({name: checked(name, value) for name, value in scalars.items()})
 
+    def has_logged(self, name: str) -> bool:
+        """Whether the row of the step under way, or of the last one, has it from :meth:`log`."""
+        return name in self._logged
+
     def apart(self, seconds: float) -> None:
         self._apart_s += seconds
 

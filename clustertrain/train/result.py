@@ -71,6 +71,8 @@ class RankResult:
         self.ending: Ending | None = None
         self.step = 0
         self.committed_step: int | None = None
+        self.why: str | None = None  # it ended as it did, where that is not plain
+        self.spent = False  # the run's budget is, so that a requeue is of no use
         self.device = torch.device("cpu")
 
     def defer(self) -> None:
@@ -119,6 +121,8 @@ class RankResult:
                 "committed_step": self.committed_step,
                 "exit_code": exit_code,
                 "kind": kind,
+                "why": self.why,
+                "spent": self.spent,
                 "error": error,
                 "peak_allocated_gib": peak_allocated_gib(self.device),
             },

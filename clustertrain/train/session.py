@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,16 @@ from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import UsageError
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
+from clustertrain.spec.evaluation import PREFIX
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader, MapStyle
+from clustertrain.train.evaluation import telling
+from clustertrain.train.evaluation.evaluator import Evaluator, slices_of
+from clustertrain.train.evaluation.judge import Judge
+from clustertrain.train.evaluation.metrics import Own, named
+from clustertrain.train.evaluation.ordered import Cut, cut_up
+from clustertrain.train.evaluation.periodic import Evaluations
 from clustertrain.train.keeping import Keeping
 from clustertrain.train.leaving import Leaving
 from clustertrain.train.marks import Marks
@@ -32,6 +39,7 @@ from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
 from clustertrain.train.profiling import Profiler
 from clustertrain.train.recorder import Recorder
+from clustertrain.train.spending import Spending
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.supervisor import Back
 from clustertrain.train.stability.warnings import Warnings
@@ -40,6 +48,7 @@ from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
 
 DEFAULT_SEED = 1
+DEFAULT_MICRO_BATCH = 8  # of an evaluation, where nothing else tells
 
 
 def session(
@@ -82,6 +91,7 @@ class Session:
         self._finished = False
         self._model: nn.Module | None = None
         self._train_step: TrainStep | None = None
+        self._evaluated: dict[str, float] = {}  # by the step under way
 
     # -- opening and closing
 
@@ -95,7 +105,8 @@ class Session:
         threads = mesh.choose_threads(context)
         torch.set_num_threads(threads)
         self._groups = mesh.open_groups(context, self._timeout_s)
-        also = {"settle": self._in_trouble, "save": self._overdue}
+        self._spending = Spending(context, self._event)
+        also = {"settle": self._in_trouble, "save": self._overdue, "budget": self._spending.over}
         self._agreement = StopAgreement(self._flag.__bool__, self._groups.stop, also)
         self._leaving = Leaving(context, self._flag, self._agreement)
         self.rank, self.local_rank, self.world_size = context.rank, context.local_rank, context.world_size
@@ -361,12 +372,92 @@ class Session:
             self._recorder.apart(eval_s)
             self._event("evaluation", step=self.step, t_begin=t_begin, eval_s=eval_s)
 
+    def evaluate(
+        self,
+        data: MapStyle | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        metrics: Sequence[str] | Mapping[str, Own] = (),
+        micro_batch: int | None = None,
+        samples: int = 0,
+        workers: int = 0,
+        slices: Sequence[str] = (),
+        group: int = 1,
+        ignore_index: int = -100,
+        model: nn.Module | None = None,
+    ) -> dict[str, float]:
+        """``validation_loss`` and other means over ``data``, equal on all ranks and under every layout; nothing is
+        changed by it. Collective. Empty where the ranks have agreed to stop: :meth:`steps` then ends the process.
+
+        Args:
+            data: a data set, of which each data-parallel rank takes its part in order; or batches (inputs, target) of
+                this rank's own, the same on ranks that share them.
+            loss_fn: as for :meth:`train_step`.
+            metrics: names of ``evaluation.metrics``, or functions (output, target) -> (sum, count) by name.
+            micro_batch: samples a rank and forward pass; default: as in training.
+            samples: at most so many; 0: all.
+            slices: those of the data set to tell apart; default: all that it names.
+            group: neighbouring samples that are compared with each other, by a contrastive loss say.
+            ignore_index: targets that the metrics leave out.
+            model: default: what :meth:`parallelize` returned.
+
+        Raises:
+            UsageError: no model.
+            ConfigError: nothing to evaluate on, an unknown metric or slice, outputs that a metric cannot be told of.
+        """
+        model = self._model if model is None else model
+        if model is None:
+            raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
+        chosen = named(metrics)
+        known = slices_of(data, slices)
+        cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group)
+        portions = cut_up(data, cut, self._context, self.seed, self._agreement.any)
+        measure = Evaluator(model, self._context, self._groups, self.poll)
+        with self.evaluation():
+            found = measure(portions, loss_fn, chosen, known, ignore_index)
+        self._evaluated = found or {}
+        return dict(self._evaluated)
+
+    def _usual_micro_batch(self) -> int:
+        if self._context.batch is not None and self._context.batch.micro_batch:
+            return self._context.batch.micro_batch
+        return self._loaders[0].micro_batch if self._loaders else DEFAULT_MICRO_BATCH
+
+    def evaluations(
+        self,
+        data: MapStyle | Iterable[Any],
+        loss_fn: Loss,
+        *,
+        every: int,
+        metric: str = "validation_loss",
+        higher_is_better: bool = False,
+        patience: int = 0,
+        rising: int = 3,
+        slices: Sequence[str] = (),
+        then: Callable[[float], None] | None = None,
+        **options: Any,
+    ) -> Evaluations:
+        """Evaluations every ``every`` steps and at the end, for :meth:`steps`, which logs them with their step, keeps
+        the best checkpoint by ``metric``, and ends the run after ``patience`` of them without a better one.
+
+        Args:
+            rising: so many evaluations in a row with a rising loss are worth a warning; 0: none.
+            slices: where a regression is not acceptable: told with their best value.
+            then: told the value of ``metric``: ``LearningRate.observe``.
+            options: what :meth:`evaluate` takes.
+        """
+        judge = Judge(metric, higher_is_better=higher_is_better, patience=patience, rising=rising, slices=slices)
+        return Evaluations(
+            lambda: self.evaluate(data, loss_fn, slices=slices, **options), every=every, judge=judge, then=then
+        )
+
     def steps(
         self,
         total: int,
         state: dict[str, Any] | None = None,
         checkpoint_every: int | str | None = None,
         keep: int | None = None,
+        evaluations: Evaluations | None = None,
     ) -> Iterator[int]:
         """Yield the numbers of the steps still to do, 0 to ``total - 1``.
 
@@ -381,9 +472,10 @@ class Session:
                 data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
             checkpoint_every: steps, a time ("10min") or "auto", as ``every`` of the recipe's ``[checkpoint]``.
             keep: the newest checkpoints to keep; default: what the recipe says.
+            evaluations: made after the steps at which they are due; the best checkpoint by them is kept too.
 
         Raises:
-            ConfigError: ``checkpoint_every`` is none of these.
+            ConfigError: ``checkpoint_every`` is none of these, or evaluations do not give the deciding metric.
             CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
             Diverged: too many steps in a row were skipped, or the run has gone back too often.
         """
@@ -395,13 +487,20 @@ class Session:
         if (watch := self._recorder.watch) is not None:
             state[STATE] = watch
             watch.begin(state)
-        self._keeping.open(checkpoint_every, keep)
+        if evaluations is not None:
+            state["evaluations"] = evaluations
+        self._keeping.open(checkpoint_every, keep, evaluations.judge if evaluations is not None else None)
         with self._marks.during(beat.RESTORE):
             first = self.step = self._keeping.restore(state, self.seed)
+        again = evaluations is not None and self._make_up(evaluations, total)
         while True:
-            stop = self.step < total and self.poll()
+            total = self._end(evaluations, total)
+            unfinished = evaluations is not None and evaluations.is_due(self.step, total)
+            stop = (self.step < total or unfinished) and self.poll()
+            stop = stop or (self.step < total and self._spent())
             asked = self.step > first and self._agreement.taken("save")
-            due = asked or self._keeping.due(self.step)
+            best = evaluations is not None and evaluations.is_best(self.step)
+            due = asked or best or self._keeping.due(self.step)
             late = (stop or self.step == total) and self._keeping.is_late(self._agreement) and stop
             settle = not stop and self._agreement.taken("settle")
             everything = stop or due or self.step == total
@@ -412,7 +511,8 @@ class Session:
                 self._event("stop_agreed", step=self.step, save=not late)
             elif self.step == first + 1 < total:
                 self._keeping.reserve(state)
-            save = self._keeping.kept and self.step > first and not late and (stop or due or self.step == total)
+            new = self.step > first or again
+            save = self._keeping.kept and new and not late and (stop or due or self.step == total)
             reason: Reason | None = None
             if save:
                 reason = "stop" if stop else "end" if self.step == total else "interval"
@@ -425,7 +525,39 @@ class Session:
                 self._finished = True
                 self._marks.enter(beat.SHUTDOWN)
                 return
-            yield from self._one_step(first, total)
+            yield from self._one_step(first, total, evaluations)
+
+    def _spent(self) -> bool:
+        """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning."""
+        if not self._agreement.taken("budget"):
+            return False
+        self._agreement.drain()
+        self._result.why = self._spending.why() or None
+        self._result.spent = True
+        return True
+
+    def _end(self, evaluations: Evaluations | None, total: int) -> int:
+        """``total``, or the step that is reached where the evaluations say that it is enough."""
+        if evaluations is None or not evaluations.over or self.step >= total:
+            return total
+        self._result.why = evaluations.over
+        self._event("early_stop", step=self.step, why=evaluations.over)
+        return self.step
+
+    def _evaluated_now(self, evaluations: Evaluations) -> dict[str, float]:
+        found = evaluations.make(self.step)
+        if found:
+            telling.of(evaluations, self.step, self._event, aloud=self.is_main)
+        return found
+
+    def _make_up(self, evaluations: Evaluations, total: int) -> bool:
+        """Make the evaluation that a stop has cut short, and tell the row of its step once more with it."""
+        if not evaluations.is_due(self.step, total):
+            return False
+        found = self._evaluated_now(evaluations)
+        if found:
+            self._metrics.put(telling.row_before(self._context, self.step), dict(found))
+        return bool(found)
 
     def _go_back(self, state: dict[str, Any], back: Back, wanted: Wanted) -> int:
         """To the newest checkpoint before what went wrong; returns its step. Collective."""
@@ -445,7 +577,7 @@ class Session:
             if settle:
                 self._keeping.settle()  # raises, on all ranks at this step
             if reason is not None:
-                self._keeping.save(self.step, state, reason, self._metrics.newest)
+                self._keeping.save(self.step, state, reason, self._newest())
             if stop:
                 self._keeping.settle()  # where it is too late for another save, for the one that is under way
         except TooLate as e:  # on all ranks, wherever the deadline has met them
@@ -453,7 +585,14 @@ class Session:
             return True
         return stop
 
-    def _one_step(self, first: int, total: int) -> Iterator[int]:
+    def _newest(self) -> dict[str, Any]:
+        """The scalars that a checkpoint made now is judged by: what was validated before is of another model."""
+        newest = self._metrics.newest.items()
+        told = {k: v for k, v in newest if not k.startswith(PREFIX) or self._recorder.has_logged(k)}
+        return {**told, **self._evaluated}
+
+    def _one_step(self, first: int, total: int, evaluations: Evaluations | None) -> Iterator[int]:
+        self._evaluated = {}
         t_begin = clock.now()
         self._recorder.begin(self.step)
         self._profiler.begin(self.step)
@@ -461,6 +600,8 @@ class Session:
         self._profiler.end(self.step)
         self.step += 1
         self._result.step = self.step
+        if evaluations is not None and evaluations.is_due(self.step, total):
+            self._recorder.log(self._evaluated_now(evaluations))
         self._recorder.end(self.step, self.tokens_per_step)
         if self.step == first + 1:
             self._event("first_step", step=self.step, total=total, t_begin=t_begin)

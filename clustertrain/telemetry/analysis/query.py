@@ -11,8 +11,9 @@ import msgspec
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, documents, events, state
+from clustertrain.run import attempts, contract, documents, events, state
 from clustertrain.run.attempts import Attempt
+from clustertrain.run.contract import Standing
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.goodput import Goodput, Stretch, ledger
 from clustertrain.run.spec import load_spec
@@ -40,8 +41,8 @@ class Request(NamedTuple):
     """What of a run is wanted.
 
     ``attempt``: None for all. ``gpu``: only GPUs that fit, a UUID or its beginning, an index, or ``node:index``.
-    ``since_s``: only the last so many seconds of what was recorded. ``state`` and ``goodput``: what is known of the run
-    with the scheduler's help; None: its own files decide.
+    ``since_s``: only the last so many seconds of what was recorded. ``state``, ``goodput`` and ``contract``: what is
+    known of the run with the scheduler's help; None: its own files decide.
     """
 
     attempt: int | None = None
@@ -49,6 +50,7 @@ class Request(NamedTuple):
     since_s: float | None = None
     state: str | None = None
     goodput: Goodput | None = None
+    contract: Standing | None = None
 
 
 def chosen_attempts(run: RunDir, attempt: int | None) -> list[AttemptDir]:
@@ -144,6 +146,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
         goodput=goodput,
+        contract=request.contract or contract.standing(run, history, None),
         waste=_waste(gpus, owned, goodput),
         unreadable=[
             *([trouble] if trouble else []),

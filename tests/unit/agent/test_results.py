@@ -49,3 +49,11 @@ def test_storage_that_failed_explains_the_broken_collectives() -> None:
         for r, kind in enumerate(("communication", "storage"))
     }
     assert judge("a", 0, [0, 1], records).kind == "storage"
+
+
+def test_what_a_rank_says_of_its_end_reaches_the_node() -> None:
+    stopped = {"ending": "stopped", "spent": True}
+    records = {0: {"rank": 0, "why": "too dear", **stopped}, 1: {"rank": 1, "why": None, **stopped}}
+    found = judge("a", 0, [0, 1], records)
+    assert (found.ending, found.why, found.spent) == ("stopped", "too dear", True)
+    assert not judge("a", 0, [0], {0: {"rank": 0, "ending": "completed"}}).spent

@@ -21,7 +21,7 @@ from clustertrain.checkpoint import offline
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
 from clustertrain.report import terminal
-from tests.unit.checkpoint.saved import decoder, make_run, recipe_of
+from tests.unit.checkpoint.saved import change_index, decoder, make_run, recipe_of
 
 STEPS = (3, 6)
 SIZES: dict[str, Any] = {"layers": 1}
@@ -89,7 +89,7 @@ def test_list_reads_no_data_unless_asked(run: Path, command: Command, monkeypatc
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(1) or original(*args))
     quick = command("list", "net", "--json").json
     assert (read, [r["verified"] for r in quick]) == ([], [None, None])
-    keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size"}
+    keys = {"step", "path", "bytes", "committed", "verified", "engine", "layout", "world_size", "metric", "best"}
     assert set(quick[0]) == keys
     lines = command("list", "net").out.splitlines()
     assert [line.split() for line in lines] == [
@@ -289,6 +289,32 @@ def test_export_says_what_it_wrote(run: Path, command: Command, tmp_path: Path) 
         "bytes": size // 2,
     }
     assert {t.dtype for t in torch.load(tmp_path / "x.pt", weights_only=True).values()} == {torch.bfloat16}
+
+
+def judge(run: Path, step: int, value: float | None, mode: str = "min") -> None:
+    change_index(folder_of(run, step), metric={"name": "validation_loss", "value": value, "mode": mode})
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 3), ("max", 6)])
+def test_the_best_is_marked_and_exported(run: Path, command: Command, tmp_path: Path, mode: str, best: int) -> None:
+    judge(run, 3, 0.25, mode)
+    judge(run, 6, 0.5, mode)
+    rows = command("list", "net", "--json").json
+    assert {r["step"]: (r["metric"]["value"], r["best"]) for r in rows} == {3: (0.25, best == 3), 6: (0.5, best == 6)}
+    lines = [line.split() for line in command("list", "net").out.splitlines()]
+    assert lines[0][-1] == "validation_loss"
+    assert [line[0] for line in lines if "best" in line] == [str(best)]
+    done = command("export", "net", "--best", "-o", tmp_path / "out", "--json").json
+    assert (done["step"], done["tensors"]) == (best, 12)
+
+
+def test_best_of_none_and_of_one(run: Path, command: Command, tmp_path: Path) -> None:
+    judge(run, 6, None)
+    said = command("export", "net", "--best", "-o", tmp_path / "out")
+    assert said.code == 1 and "no checkpoint tells a value of the metric that decides" in said.err
+    for words in (("net", "--step", "3"), ("net@3",)):
+        said = command("export", *words, "--best", "-o", tmp_path / "out")
+        assert said.code == 2 and "leave one of them out" in said.err
 
 
 def test_neither_an_export_nor_a_comparison_imports_torch(run: Path) -> None:

@@ -187,3 +187,18 @@ def test_max_requeues_counts_starts_after_the_first() -> None:
     assert action(endings.PREEMPTED, [done(1)], max_requeues=1) == "requeue"
     assert action(endings.PREEMPTED, [done(1), done(2)], max_requeues=1) == "stop"
     assert action(endings.PREEMPTED, [done(1)], max_requeues=0) == "stop"
+
+
+SPENT = {n: {**result("stopped"), "spent": True, "why": "the budget is spent: 10 of gpu_hours = 10"} for n in NODES}
+
+
+def test_a_run_whose_budget_is_spent_is_not_requeued() -> None:
+    verdict = classify(evidence(SPENT))
+    assert verdict == Verdict(endings.SPENT, "the budget is spent: 10 of gpu_hours = 10")
+    decision = decide(verdict, [], 50)
+    assert (decision.action, decision.exit_code, decision.why) == ("stop", 93, verdict.reason)
+
+
+def test_a_run_that_ended_early_tells_why() -> None:
+    early = {n: {**result("completed"), "why": "early stop: no better"} for n in NODES}
+    assert classify(evidence(early)) == Verdict(endings.COMPLETED, "early stop: no better")

@@ -48,6 +48,7 @@ def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     assert call.script == run.script.read_text() and f"--chdir={run.path}" in call.argv
     assert stat.S_IMODE(run.script.stat().st_mode) == 0o700
     record = json.loads(run.record.read_text())
+    assert (record["contract"]["metric"], record["contract"]["resume"]) == ("loss", "elastic")
     assert record["argv"] == ["clustertrain", "submit"] and record["git"] is None and "torch" in record["packages"]
     (event,) = events.of_run(run)
     assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")

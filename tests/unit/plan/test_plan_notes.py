@@ -10,6 +10,7 @@ from clustertrain.plan import notes
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
@@ -103,3 +104,22 @@ def test_a_layout_that_an_unknown_gpu_may_not_hold() -> None:
 def test_sharding_a_stage_sends_no_more_than_replicating_it() -> None:
     assert "3/2" in planned({}).rejected[0].why
     assert "3/2" not in planned({"pp": 2}).rejected[0].why
+
+
+def test_a_budget_that_the_prediction_exceeds_is_said() -> None:
+    asked = ContractSpec(gpu_hours=2.0, wall_hours=10.0)
+    (note,) = notes.of_budget(asked, 9.0, 400, 4)  # 1 h on 4 ranks
+    assert note == (
+        "400 steps of 9 s on 4 ranks need more than contract.gpu_hours = 2 (4 predicted): it stops at about step 200, "
+        "sooner with start-up, evaluations and checkpoints"
+    )
+    assert notes.of_budget(asked, 9.0, 200, 4) == [] == notes.of_budget(asked, None, 10**9, 4)
+    assert notes.of_budget(ContractSpec(), 9.0, 10**9, 4) == []
+    (warned,) = notes.of_budget(ContractSpec(cost=1.0, gpu_hour_cost=3.0, when_spent="warn"), 36.0, 100, 1)
+    assert "contract.cost = 1 (3 predicted): there is a warning at about step 33" in warned
+
+
+def test_the_budget_reaches_the_plan() -> None:
+    recipe = Recipe(model=LARGE, contract=ContractSpec(gpu_hours=0.01), train=TrainSpec(global_batch=64, steps=1000))
+    spec = RunSpec(job=JobSpec(nodes=1, gpus=8, gpu_type="h100"), recipe=recipe)
+    assert any("contract.gpu_hours = 0.01" in w for w in plan(spec, ClusterProfile(), "cuda").warnings)

@@ -30,6 +30,14 @@ def recipe(**tables: Any) -> Recipe:
         ),
         ({"contract": {"slices": ["a"]}}, "slices are of the validation data"),
         ({"contract": {"cost": 10.0}}, "no limit without gpu_hour_cost"),
+        (
+            {"contract": {"metric": "loss"}, "checkpoint": {"keep_best": 1, "best": "grad_norm"}},
+            "metric = 'loss' and checkpoint.best = 'grad_norm': two scalars would decide",
+        ),
+        (
+            {"contract": {"metric": "score", "mode": "max"}, "checkpoint": {"keep_best": 1, "best_mode": "min"}},
+            "mode = 'max' and checkpoint.best_mode = 'min' say the opposite of score",
+        ),
         ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' cannot be told of objective.kind"),
         ({"evaluation": {"patience": 2}}, "patience needs data.validation"),
         ({"data": {"augment": {"flip": True}}}, "augment changes images, and the data is of kind text"),
@@ -65,3 +73,12 @@ def test_what_is_left_open_follows_from_the_other_tables() -> None:
     assert recipe(model={"kind": "two-tower"}).evaluated_metrics == ("recall_at_1",)
     assert recipe(train={"steps": 500}).evaluate_every == 50
     assert recipe(train={"profile": "10:20"}).profiled_steps == range(10, 20)
+
+
+def test_which_value_is_the_best_follows_from_the_contract() -> None:
+    validated = {"validation": 0.1}
+    assert recipe(data=validated).best_mode == "min"
+    assert recipe(data=validated, contract={"metric": "validation_accuracy"}).best_mode == "max"
+    assert recipe(contract={"metric": "score", "mode": "max"}).best_mode == "max"
+    assert recipe(checkpoint={"keep_best": 1, "best": "accuracy"}).best_mode == "max"
+    assert recipe(checkpoint={"keep_best": 1, "best": "accuracy", "best_mode": "min"}).best_mode == "min"

@@ -105,6 +105,8 @@ def test_the_result_record(tmp_path: Path) -> None:
         "committed_step": 4,
         "exit_code": 1,
         "kind": "user_error",
+        "why": None,
+        "spent": False,
         "error": {"type": "ValueError", "message": "no good"},
         "peak_allocated_gib": None,  # there is no such allocator on a CPU
     }

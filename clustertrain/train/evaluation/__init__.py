@@ -1,0 +1,1 @@
+"""Measuring a model on data that it does not learn from, under every layout."""

@@ -1,0 +1,59 @@
+"""A script of one's own with batch norms: it evaluates at its end, with ``look`` also before its first step and after
+each. What it found at the end it writes to a file a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clustertrain as ct
+
+STEPS = 3
+FEATURES, CLASSES = 8, 4
+
+
+class Points:
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, FEATURES, generator=generator)
+        self.y = torch.randint(0, CLASSES, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[i], self.y[i]
+
+
+def built() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES)
+    )
+
+
+def main(look: bool) -> None:
+    with ct.session() as session:
+        model = session.parallelize(built())
+        optimizer = session.optimizer(torch.optim.SGD, lr=0.1)
+        data = session.loader(Points(64, 1), global_batch=16, micro_batch=4)
+        apart = Points(11, 2)
+        kw = {"metrics": ["accuracy"]}
+        if look:
+            session.evaluate(apart, F.cross_entropy, **kw)
+        for _ in session.steps(STEPS, {"model": model, "optimizer": optimizer, "data": data}):
+            done = session.train_step(next(data), F.cross_entropy, clip_norm=1.0)
+            session.log(loss=done.loss, grad_norm=done.grad_norm)
+            if look:
+                session.log(**session.evaluate(apart, F.cross_entropy, **kw))
+        found = session.evaluate(apart, F.cross_entropy, **kw)
+        folder = Path(os.environ["CLUSTERTRAIN_RANK_DIR"])
+        (folder / f"found-{session.rank}.json").write_text(json.dumps(found))
+
+
+main("look" in sys.argv[1:])

@@ -1,0 +1,188 @@
+"""What a contract asks for, with real ranks: an early end, the best checkpoint, a budget, a resume that is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from rank_pool import SEQ_LEN, Ranks, make_run, write_plan
+
+from clustertrain import fsio
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import offline
+from clustertrain.plan.layout import Layout
+from clustertrain.run import attempts, contract, metrics
+from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.strict import read_toml
+
+pytestmark = pytest.mark.ranks
+
+PAIR = Layout(strategy="ddp", dp_replicate=2)
+
+
+class Numbered:
+    """Four samples of text that mean nothing."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.arange(i, i + SEQ_LEN + 1)
+        return tokens[:-1], tokens[1:]
+
+
+def losses(*values: float) -> None:
+    """Setup: the evaluations of this run find these losses, one after the other by their step."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from clustertrain.train import loop
+    from clustertrain.train.session import Session
+
+    task, evaluate = loop.task, Session.evaluate
+
+    def with_validation(recipe: Any, **kw: Any) -> Any:
+        return dataclasses.replace(task(recipe, **kw), validation=Numbered())
+
+    def made_up(self: Session, *args: Any, **kw: Any) -> dict[str, float]:
+        found = evaluate(self, *args, **kw)
+        self._evaluated = {**found, "validation_loss": values[self.step - 1]}
+        return dict(self._evaluated)
+
+    loop.task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
+
+
+def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
+    run = make_run(folder, layout, layout.world_size, steps=steps, every=every, keep=1, micro_batch=2)
+    spec = read_toml(run.spec)
+    for name, table in tables.items():
+        spec["recipe"].setdefault(name, {}).update(table)
+    run.spec.write_text(tomli_w.dumps(spec))
+    fsio.write_json(run.record, {"git": None, "contract": contract.recorded(load_spec(run).recipe)})
+    return run
+
+
+EACH = {"data": {"validation": 0.1}, "evaluation": {"every": 1}}
+FOUND = (5.0, 3.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9)
+
+
+def kept(run: RunDir) -> dict[int, float | None]:
+    """By step of the checkpoints the value of the metric that decides."""
+    found = {}
+    for folder in index.folders(run.checkpoints):
+        metric = index.read_manifest(folder).metric
+        found[index.step_of(folder) or 0] = metric.value if metric is not None else None
+    return found
+
+
+def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", **{**EACH, "evaluation": {"every": 1, "patience": 3, "rising": 2}})
+    ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
+    why = "early stop: validation_loss has not been better for 3 evaluations"
+    for result in ranks.results():
+        assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
+        assert result["why"].startswith(why)
+    assert kept(run) == {2: 3.0, 5: 4.6}
+    assert offline.best(run.checkpoints).name == "step-00000002"
+    assert [r["best"] for r in offline.list_checkpoints(run.checkpoints)] == [True, False]
+    (warning,) = ranks.events("training_warning")
+    assert (warning["code"], warning["step"], warning["value"]) == ("validation_rising", 4, 2)
+    found = contract.standing(run, attempts.read_all(run), None)
+    assert found is not None and (found.best, found.best_step, found.value, found.step) == (3.0, 2, 4.6, 5)
+    assert [r["validation_loss"] for r in metrics.read(run)] == list(FOUND[:5])
+
+
+def stop_at_5(*values: float) -> None:
+    """Setup: the evaluations are known, and the ranks are told to stop in the sixth step."""
+    losses(*values)
+    from rank_pool import touch_stop_at
+
+    touch_stop_at(5)
+
+
+def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
+    plateau = {"kind": "plateau", "patience": 1, "factor": 0.5, "warmup_steps": 0}
+    run = run_of(tmp_path / "run", schedule=plateau, **EACH)
+    stopped = Ranks(run, 2, setup=stop_at_5, args=FOUND).expect(0)
+    assert stopped.results()[0]["ending"] == "stopped"
+    Ranks(run, 2, attempt=2, setup=losses, args=FOUND).expect(0)
+    assert kept(run) == {2: 3.0, 8: 4.9}
+    found = contract.standing(run, attempts.read_all(run), None)
+    assert found is not None and (found.best, found.best_step, found.step) == (3.0, 2, 8)
+    peak = load_spec(run).recipe.optim.lr
+    rates = [r["lr"] / peak for r in metrics.read(run)]
+    assert rates == pytest.approx([1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25])  # after two evaluations without a better one
+
+
+def spent_after(looks: int) -> None:
+    """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from clustertrain.run.budget import Used
+    from clustertrain.train.spending import Spending
+
+    used, seen = Spending.used, []
+
+    def after_a_while(self: Spending) -> Used:
+        seen.append(1)
+        return used(self) if len(seen) > looks else Used()
+
+    Spending.used = after_a_while  # type: ignore[method-assign]
+
+
+def test_a_budget_that_is_spent_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9})
+    ranks = Ranks(run, 2, setup=spent_after, args=(3,)).expect(0)
+    for result in ranks.results():
+        assert (result["ending"], result["spent"]) == ("stopped", True)
+        assert result["committed_step"] == result["step"] == 4
+    assert "of gpu_hours = 1e-09" in ranks.results()[0]["why"]
+    assert list(kept(run)) == [ranks.results()[0]["step"]]
+
+
+def test_a_budget_that_only_warns(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", contract={"gpu_hours": 1e-9, "when_spent": "warn"})
+    ranks = Ranks(run, 2, setup=losses, args=FOUND).expect(0)
+    assert ranks.results()[0]["ending"] == "completed"
+    (warning,) = [e for e in ranks.events("training_warning") if e["code"] == "budget_spent"]
+    assert "the budget is spent" in warning["text"]
+
+
+@pytest.mark.parametrize("resume", ["exact", "elastic"])
+def test_another_layout_is_refused_where_a_resume_must_be_exact(tmp_path: Path, resume: str) -> None:
+    run = run_of(tmp_path / "run", steps=20, contract={"resume": resume})
+    Ranks(run, 2, setup=stop_in, args=(5,)).expect(0)
+    same = Ranks(run, 2, attempt=2, setup=stop_in, args=(6,)).expect(0)
+    assert same.events("restored")[0]["step"] == 6
+    before = list(kept(run))
+    write_plan(run, Layout(strategy="fsdp", dp_shard=2), 2, micro_batch=2)
+    other = Ranks(run, 2, attempt=3)
+    differs = "layout ddp then, fsdp now (strategy ddp -> fsdp, dp_replicate 2 -> 1, dp_shard 1 -> 2)"
+    if resume == "elastic":
+        assert other.expect(0).results()[0]["ending"] == "completed"
+        assert differs in other.logs()
+        return
+    assert other.wait() == [78, 78]
+    said = other.results()[0]["error"]["message"]
+    assert "contract.resume = 'exact'" in said and differs in said
+    assert list(kept(run)) == before
+
+
+def stop_in(step: int) -> None:
+    """Setup: one thread, and a stop when ``step`` steps are done."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from rank_pool import touch_stop_at
+
+    touch_stop_at(step)
+
+
+def test_a_metric_that_no_evaluation_gives_is_told_at_the_first_one(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", **EACH, contract={"metric": "validation_accuracy/night"})
+    ranks = Ranks(run, 2, setup=losses, args=FOUND)
+    assert ranks.wait() == [78, 78]
+    said = ranks.results()[0]["error"]["message"]
+    assert "contract.metric = 'validation_accuracy/night' is none that the evaluation gives" in said
+    assert "there are validation_loss, validation_accuracy" in said

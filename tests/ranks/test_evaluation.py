@@ -1,0 +1,259 @@
+"""An evaluation gives under every layout what one process computes, and training does not notice it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
+
+from clustertrain import fsio
+from clustertrain.plan.layout import Layout
+from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.strict import read_toml
+
+pytestmark = pytest.mark.ranks
+
+SAMPLES = 13  # divides by nothing
+STEPS = 4
+
+
+class Apart:
+    """What the trainer is to evaluate on, with two slices that share no micro-batch evenly."""
+
+    slice_names = ("day", "night")
+
+    samples = SAMPLES
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(0, 256, (SEQ_LEN + 1,), generator=torch.Generator().manual_seed(i))
+        torch.rand(1)  # a data set that draws from the rank's own generator
+        return tokens[:-1], tokens[1:]
+
+    def slice_of(self, i: int) -> int:
+        return int(i % 3 == 0)
+
+
+def validated(samples: int = SAMPLES) -> None:
+    """Setup: the trainer's task keeps :class:`Apart` apart."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from clustertrain.train import loop
+
+    Apart.samples = samples
+    task = loop.task
+
+    def with_validation(recipe: Any, **kw: Any) -> Any:
+        return dataclasses.replace(task(recipe, **kw), validation=Apart())
+
+    loop.task = with_validation
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
+    kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}
+    run = make_run(folder, layout, layout.world_size, **kw)
+    spec = read_toml(run.spec)
+    for name, table in (tables or {}).items():
+        spec["recipe"].setdefault(name, {}).update(table)
+    run.spec.write_text(tomli_w.dumps(spec))
+    return run
+
+
+def evaluated(run: RunDir) -> dict[int, dict[str, float]]:
+    return {
+        r["step"]: {k: v for k, v in r.items() if k.startswith("validation_")}
+        for r in metrics.read(run)
+        if "validation_loss" in r
+    }
+
+
+EVALUATE = {
+    "data": {"validation": 0.1},
+    "evaluation": {"every": 2, "metrics": ["accuracy", "top5", "perplexity", "bits_per_token"]},
+}
+
+
+def trained(folder: Path, layout: Layout, samples: int = SAMPLES, **kw: Any) -> dict[int, dict[str, float]]:
+    run = run_of(folder, layout, EVALUATE, **kw)
+    Ranks(run, layout.world_size, setup=validated, args=(samples,)).expect(0)
+    return evaluated(run)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return trained(tmp_path_factory.mktemp("single") / "run", Layout())
+
+
+LAYOUTS = [
+    Layout(strategy="ddp", dp_replicate=3),
+    Layout(strategy="zero1", dp_replicate=2),
+    Layout(strategy="fsdp", dp_shard=2),
+    Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(cp=2),
+    Layout(pp=2, schedule="gpipe"),
+    Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2),
+    Layout(pp=2, schedule="interleaved", virtual_stages=2),
+    Layout(pp=2, schedule="zero-bubble", virtual_stages=2),
+    Layout(pp=2, schedule="zbv", virtual_stages=2, tp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.words())
+def test_every_layout_evaluates_as_one_process_does(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+) -> None:
+    found = trained(tmp_path / "run", layout)
+    assert found.keys() == wanted.keys() == {2, 4}
+    for step, values in wanted.items():
+        assert found[step].keys() == values.keys()
+        for name, value in values.items():
+            assert found[step][name] == pytest.approx(value, rel=2e-5), (step, name)
+
+
+def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
+    layout = Layout(strategy="fsdp", dp_shard=4)
+    looks = {"model": {"dropout": 0.1}, "global_batch": 16}
+    without, each = (tmp_path / name for name in ("without", "each"))
+    plain = run_of(without, layout, **looks)
+    Ranks(plain, 4, setup=one_thread).expect(0)
+    looked = run_of(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
+    ranks = Ranks(looked, 4, setup=validated).expect(0)
+    assert set(evaluated(looked)) == {1, 2, 3, 4}
+    assert ranks.losses() == losses_of(plain)
+    assert digest(looked, STEPS) == digest(plain, STEPS)
+
+
+def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
+    found = trained(tmp_path / "few", Layout(strategy="fsdp", dp_shard=4), samples=2)
+    alone = trained(tmp_path / "alone", Layout(), samples=2)
+    assert found[2] == pytest.approx(alone[2], rel=2e-5)
+    assert found[4] == pytest.approx(alone[4], rel=2e-5)
+
+
+def test_a_contrastive_model_has_the_same_groups_under_every_layout(tmp_path: Path) -> None:
+    tables = {"data": {"validation": 0.1}, "model": {"kind": "two-tower", "two_tower": {"group": 4}}}
+    found = []
+    for layout in (Layout(), Layout(strategy="ddp", dp_replicate=2)):
+        run = run_of(tmp_path / layout.words(), layout, tables, global_batch=32, micro_batch=4, steps=2)
+        Ranks(run, layout.world_size, setup=pairs_apart).expect(0)
+        found.append(evaluated(run)[2])
+    assert found[0].keys() == {"validation_loss", "validation_recall_at_1"}
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
+
+
+def pairs_apart() -> None:
+    """Setup: thirteen pairs, of which one is left over."""
+    validated()
+
+    def pair(self: Apart, i: int) -> Any:
+        tokens = torch.randint(0, 256, (2, SEQ_LEN), generator=torch.Generator().manual_seed(i))
+        return (tokens[0], tokens[1]), i
+
+    Apart.__getitem__ = pair  # type: ignore[assignment,method-assign]
+    Apart.slice_names = ()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.words()
+)
+def test_an_evaluation_computes_in_the_precision_of_the_training(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
+) -> None:
+    found = trained(tmp_path / "run", layout, precision="bf16")
+    for step, values in wanted.items():
+        assert found[step]["validation_loss"] == pytest.approx(values["validation_loss"], rel=2e-2)
+        assert found[step]["validation_loss"] != pytest.approx(values["validation_loss"], rel=2e-6)
+
+
+def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in fsio.read_lines(run.metrics_of(1))}
+
+
+def stopped_inside(step: int, last: int) -> None:
+    """Setup: the ranks are told to stop in the middle of the evaluation of ``step``."""
+    validated()
+    original = Apart.__getitem__
+    from clustertrain.train.session import Session
+
+    evaluation = Session.evaluation
+    now: list[int] = []
+
+    def noted(self: Session) -> Any:
+        now.append(self.step)
+        return evaluation(self)
+
+    def told(self: Apart, i: int) -> Any:
+        if now and now[-1] == step and i >= last:
+            Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
+        return original(self, i)
+
+    Session.evaluation, Apart.__getitem__ = noted, told  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_a_stop_cuts_short_is_made_up_and_told_with_its_step(
+    tmp_path: Path, wanted: dict[int, dict[str, float]], step: int
+) -> None:
+    layout = Layout(strategy="ddp", dp_replicate=2)
+    run = run_of(tmp_path / "run", layout, EVALUATE)
+    first = Ranks(run, 2, setup=stopped_inside, args=(step, 4)).expect(0)
+    assert [r["ending"] for r in first.results()] == ["stopped", "stopped"]
+    assert [r["step"] for r in first.results()] == [step, step]
+    assert step not in evaluated(run)
+    second = Ranks(run, 2, attempt=2, setup=validated).expect(0)
+    assert [r["ending"] for r in second.results()] == ["completed", "completed"]
+    found = evaluated(run)
+    assert found.keys() == {2, 4}
+    assert found[step]["validation_loss"] == pytest.approx(wanted[step]["validation_loss"], rel=2e-5)
+    rows = metrics.read(run)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert all("loss" in r and "lr" in r for r in rows)
+    assert second.events("judged")[-1]["best_step"] is not None
+
+
+SCRIPT = Path(__file__).with_name("evaluation_script.py")
+
+
+def scripted(folder: Path, layout: Layout, *words: str) -> tuple[RunDir, list[dict[str, float]]]:
+    """The run, and what each rank has found at the end."""
+    run = make_run(folder, layout, layout.world_size, micro_batch=4, script=(SCRIPT, words))
+    return run, _found(Ranks(run, layout.world_size, setup=one_thread).expect(0))
+
+
+def _found(ranks: Ranks) -> list[dict[str, float]]:
+    return [json.loads(p.read_text()) for p in sorted(ranks.rank_dir.glob("found-*.json"))]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(strategy="ddp", dp_replicate=2),
+        Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2),
+        Layout(pp=2, schedule="zbv", virtual_stages=2),
+    ],
+    ids=lambda layout: layout.words(),
+)
+def test_a_script_with_batch_norms_finds_what_its_checkpoint_would(tmp_path: Path, layout: Layout) -> None:
+    blind, at_end = scripted(tmp_path / "blind", layout)
+    looked, with_looks = scripted(tmp_path / "looked", layout, "look")
+    assert losses_of(looked) == losses_of(blind)
+    assert digest(looked) == digest(blind)
+    assert len(at_end) == layout.world_size and at_end[0].keys() == {"validation_loss", "validation_accuracy"}
+    assert all(found == at_end[0] for found in (*at_end, *with_looks))
+    write_plan(looked, Layout(), 1, micro_batch=4)
+    (alone,) = _found(Ranks(looked, 1, attempt=2, setup=one_thread).expect(0))
+    assert alone == pytest.approx(at_end[0], rel=1e-6)

@@ -1,0 +1,37 @@
+"""What `status` and the head of `telemetry` say of the contract."""
+
+from __future__ import annotations
+
+from clustertrain.report.status import contract_rows
+from clustertrain.run.budget import Used
+from clustertrain.run.contract import Slice, Standing
+
+
+def test_task_metric_slices_and_budget() -> None:
+    found = Standing(
+        task="tell cats from dogs",
+        target="research",
+        metric="validation_accuracy",
+        higher_is_better=True,
+        value=0.6,
+        step=30,
+        best=0.7,
+        best_step=20,
+        slices={
+            "night": Slice(value=0.5, best=0.75, regression=0.25),
+            "day": Slice(value=0.9, best=0.9, regression=0.0),
+        },
+        used=Used(gpu_hours=4.0, wall_hours=1.0),
+        left={"gpu_hours": 6.0},
+    )
+    assert contract_rows(found) == [
+        ("task", "tell cats from dogs, research"),
+        ("judged by", "validation_accuracy: best 0.7 at step 20; 0.6 at step 30"),
+        ("slices", "night 0.5, worse by 0.25 than its best 0.75; day 0.9"),
+        ("budget", "4 GPU-hours used, 6 left"),
+    ]
+
+
+def test_a_run_without_a_contract_and_one_before_its_first_evaluation() -> None:
+    assert contract_rows(None) == [] == contract_rows(Standing(metric="loss"))
+    assert contract_rows(Standing(metric="validation_loss")) == [("judged by", "validation_loss, not evaluated yet")]

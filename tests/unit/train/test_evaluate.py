@@ -1,0 +1,203 @@
+"""session.evaluate on one process: exact means, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clustertrain as ct
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.train import seeds
+from clustertrain.train.evaluation.evaluator import MOST_SLICES, slices_of
+from clustertrain.train.evaluation.ordered import OnePass
+
+CPU = torch.device("cpu")
+FEATURES, CLASSES = 4, 3
+
+
+class Points:
+    slice_names = ("even", "odd")
+
+    def __init__(self, count: int = 11) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(count, FEATURES, generator=generator)
+        self.y = torch.randint(0, CLASSES, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[i], self.y[i]
+
+    def slice_of(self, i: int) -> int:
+        return i % 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(FEATURES)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head: torch.Tensor = self.head(self.drop(self.norm(self.frozen(x))))
+        return head
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+@pytest.fixture
+def session() -> Iterator[ct.Session]:
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    with ct.session(device="cpu") as opened:
+        yield opened
+    torch.set_num_threads(threads)
+    torch.set_rng_state(generator)
+
+
+@pytest.fixture
+def net(session: ct.Session) -> Net:
+    model = session.parallelize(Net())
+    assert isinstance(model, Net)
+    model(Points().x)  # statistics that are not those of the start
+    model.frozen.eval()
+    return model
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 11, 32])
+def test_means_are_exact_whatever_the_micro_batch(session: ct.Session, net: Net, micro_batch: int) -> None:
+    data = Points()
+    found = session.evaluate(data, F.cross_entropy, metrics=["accuracy", "perplexity"], micro_batch=micro_batch)
+    net.eval()
+    with torch.no_grad():
+        logits = net(data.x)
+    for name, rows in (("", slice(None)), ("/even", slice(0, None, 2)), ("/odd", slice(1, None, 2))):
+        loss = F.cross_entropy(logits[rows], data.y[rows])
+        right = (logits.argmax(-1) == data.y)[rows].float().mean()
+        assert found[f"validation_loss{name}"] == pytest.approx(loss.item(), rel=1e-6)
+        assert found[f"validation_accuracy{name}"] == pytest.approx(right.item())
+        assert found[f"validation_perplexity{name}"] == pytest.approx(loss.exp().item(), rel=1e-6)
+    assert len(found) == 9
+
+
+def state(net: Net) -> Any:
+    return (
+        [(n, m.training) for n, m in net.named_modules()],
+        {k: v.clone() for k, v in net.state_dict().items()},
+        [p.grad for p in net.parameters()],
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_changed_also_after_an_exception(session: ct.Session, net: Net, fails: bool) -> None:
+    class Random(Points):
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.x[i] + torch.rand(1) + np.random.rand() + random.random(), self.y[i]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+        assert not torch.is_grad_enabled() and not net.training and not output.requires_grad
+        net.norm.running_mean += 1.0  # type: ignore[operator]
+        if fails:
+            raise RuntimeError("no")
+        return summed(output, target)
+
+    before, generators = state(net), seeds.capture(CPU)
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            session.evaluate(Random(), loss)
+    else:
+        assert session.evaluate(Random(), loss, micro_batch=32) == session.evaluate(Random(), loss, micro_batch=32)
+    after = state(net)
+    assert after[0] == before[0] and ("frozen", False) in after[0] and ("norm", True) in after[0]
+    assert all(torch.equal(after[1][k], v) for k, v in before[1].items())
+    assert after[2] == before[2]
+    assert random.getstate()[1] == tuple(generators["python"][1].tolist())
+    assert torch.equal(torch.get_rng_state(), generators["torch"])
+    assert torch.is_grad_enabled()
+
+
+def test_batches_of_ones_own_loader(session: ct.Session, net: Net) -> None:
+    data = Points()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data.x, data.y), batch_size=4)
+    own = session.evaluate(loader, F.cross_entropy)
+    assert own["validation_loss"] == pytest.approx(session.evaluate(data, F.cross_entropy)["validation_loss"])
+    with pytest.raises(ConfigError, match="the validation data is empty"):
+        session.evaluate(iter([]), F.cross_entropy)
+
+
+def test_metrics_of_ones_own_and_fewer_samples(session: ct.Session, net: Net) -> None:
+    def wrong(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (output.argmax(-1) != target).sum(), len(target)
+
+    found = session.evaluate(Points(), summed, metrics={"error": wrong}, samples=5)
+    part = session.evaluate(Points(), summed, metrics=["accuracy"], samples=5)
+    assert found["validation_error"] == pytest.approx(1 - part["validation_accuracy"])
+    assert found["validation_loss"] == part["validation_loss"]
+    assert found["validation_loss"] != session.evaluate(Points(), summed)["validation_loss"]
+
+
+def test_all_targets_masked_is_no_mean(session: ct.Session, net: Net) -> None:
+    with pytest.raises(ConfigError, match="counts nothing: all targets"):
+        session.evaluate(Points(), lambda output, target: (output.sum() * 0, 0))
+
+
+def test_a_session_without_a_model_and_data_without_samples(session: ct.Session) -> None:
+    with pytest.raises(UsageError, match=r"call session.parallelize\(model\) first, or give model="):
+        session.evaluate(Points(), summed)
+    with pytest.raises(ConfigError, match="the validation data set is empty"):
+        session.evaluate(Points(0), summed, model=Net())
+    assert "validation_loss" in session.evaluate(Points(), summed, model=Net())
+
+
+def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> OnePass:
+    options = {"micro_batch": 2, "workers": 0, "seed": 1, **options}
+    return OnePass(Points(count), rank=rank, ranks=ranks, device=CPU, **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "group"), [(11, 1, 1), (11, 2, 1), (11, 3, 1), (2, 4, 1), (11, 2, 3), (8, 3, 2)]
+)
+def test_every_sample_once_and_as_many_rounds_on_all_ranks(count: int, ranks: int, group: int) -> None:
+    parts = [list(one_pass(rank, ranks, count, group=group).indices()) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    seen = [i for round_ in zip(*parts, strict=True) for samples in round_ for i in samples]
+    assert seen == list(range(count - count % group))
+    assert all(len(samples) % group == 0 for part in parts for samples in part)
+
+
+def test_what_only_fills_a_gap_counts_nothing() -> None:
+    (portion,) = list(one_pass(3, 4, 5))
+    assert portion.samples == () and len(portion.batch[0]) == 1
+    (full,) = list(one_pass(2, 4, 5, full=True))
+    assert full.samples == (4,) and len(full.batch[0]) == 2
+
+
+def test_workers_read_the_same(session: ct.Session, net: Net) -> None:
+    found = [session.evaluate(Points(), summed, micro_batch=3, workers=n) for n in (0, 2)]
+    assert found[0] == found[1]
+
+
+def test_too_few_samples_for_a_group() -> None:
+    with pytest.raises(ConfigError, match="has 5 samples, and 8 of them are compared with each other"):
+        one_pass(0, 1, 5, group=8)
+
+
+def test_slices_that_are_not_there_and_very_many_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"no slice 'evn'\n.*did you mean even"):
+        slices_of(Points(), ("evn",))
+    with pytest.raises(ConfigError, match=r"no slice 'even'\n.*slice_names and slice_of"):
+        slices_of([1, 2], ("even",))
+    chosen = slices_of(Points(), ("odd",))
+    assert chosen.names == ("odd",) and [chosen.of(i) for i in range(3)] == [-1, 0, -1]
+    many = Points()
+    many.slice_names = tuple(map(str, range(MOST_SLICES + 1)))  # type: ignore[assignment]
+    assert slices_of(many).names == () and slices_of(many, ("7",)).names == ("7",)

@@ -1,0 +1,98 @@
+"""Metrics as sums and counts, against values that are known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clustertrain.errors import ConfigError
+from clustertrain.train.evaluation.metrics import named, rank_of_target, terms_of
+
+LOGITS = torch.randn(6, 4, 9, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.randint(0, 9, (6, 4), generator=torch.Generator().manual_seed(2))
+
+
+def value(name: str, output: Any, target: Any, ignored: int = -100) -> float:
+    metric = named([name])[0]
+    total, count = terms_of(metric, output, target, ignored)
+    return metric.last(float(total) / float(count))
+
+
+def test_accuracy_is_that_of_argmax() -> None:
+    wanted = (LOGITS.argmax(-1) == CLASSES).float().mean().item()
+    assert value("accuracy", LOGITS, CLASSES) == pytest.approx(wanted)
+    assert value("accuracy", LOGITS.movedim(-1, 1), CLASSES) == pytest.approx(wanted)  # torch's own order
+
+
+def test_top5_is_that_of_topk() -> None:
+    wanted = (LOGITS.topk(5).indices == CLASSES.unsqueeze(-1)).any(-1).float().mean().item()
+    assert value("top5", LOGITS, CLASSES) == pytest.approx(wanted)
+
+
+def test_ignored_targets_count_nowhere() -> None:
+    masked = CLASSES.clone()
+    masked[:, 2:] = -1
+    for name in ("accuracy", "top5", "perplexity", "bits_per_token"):
+        assert value(name, LOGITS, masked, -1) == pytest.approx(value(name, LOGITS[:, :2], CLASSES[:, :2])), name
+
+
+def test_perplexity_and_bits_are_of_the_plain_cross_entropy() -> None:
+    nats = F.cross_entropy(LOGITS.flatten(0, 1), CLASSES.flatten()).item()
+    assert value("perplexity", LOGITS, CLASSES) == pytest.approx(math.exp(nats))
+    assert value("bits_per_token", LOGITS, CLASSES) == pytest.approx(nats / math.log(2))
+    assert named(["perplexity"])[0].last(1e4) == math.inf
+
+
+def test_constant_logits_are_no_knowledge_and_nan_is_no_hit() -> None:
+    classes = torch.arange(10)
+    assert value("accuracy", torch.zeros(10, 10), classes) == pytest.approx(0.1)
+    assert value("top5", torch.zeros(10, 10), classes) == pytest.approx(0.5)
+    assert value("accuracy", torch.full((10, 10), math.nan), classes) == 0.0
+    assert rank_of_target(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2])).tolist() == [1]
+
+
+def test_binary_accuracy() -> None:
+    logits, right = torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    assert value("accuracy", logits, right) == 0.5
+
+
+def test_recall_counts_both_directions() -> None:
+    similar = torch.tensor([[[3.0, 1.0], [4.0, 2.0]]])  # rows: one right of two; columns: one right of two
+    assert value("recall_at_1", similar, torch.arange(2)) == 0.5
+    first = torch.eye(3)
+    assert value("recall_at_1", (first, first * 7), torch.arange(3)) == 1.0
+
+
+def test_errors_of_numbers() -> None:
+    output, target = torch.tensor([[1.0], [5.0]]), torch.tensor([2.0, 2.0])
+    assert value("mae", output, target) == 2.0
+    assert value("rmse", output, target) == pytest.approx(math.sqrt(5.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "target", "said"),
+    [
+        ("accuracy", torch.zeros(4, 3), torch.zeros(5, dtype=torch.long), "accuracy needs logits .*int64 \\(5,\\)"),
+        ("perplexity", torch.zeros(4, 3), torch.zeros(4), "perplexity needs logits"),
+        ("recall_at_1", torch.zeros(4, 3), torch.zeros(4), "recall_at_1 needs similarities"),
+        ("mae", torch.zeros(4, 3), torch.zeros(4), "mae needs as many outputs as targets"),
+        ("rmse", (torch.zeros(4),), torch.zeros(4), "rmse needs .*output is \\(float32 \\(4,\\)\\)"),
+    ],
+)
+def test_outputs_that_a_metric_cannot_be_told_of(name: str, output: Any, target: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        value(name, output, target)
+    assert "a function of your own" in str(caught.value)
+
+
+def test_a_metric_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match=r"none called 'acuracy'\n.*did you mean accuracy"):
+        named(["acuracy"])
+    with pytest.raises(ConfigError, match="another name"):
+        named({"loss": lambda output, target: (output.sum(), 1)})
+    own = named({"zeros": lambda output, target: ((output == 0).sum(), output.numel())})[0]
+    assert float(own.terms(torch.tensor([0.0, 1.0]), None, -100)[0]) == 1.0
