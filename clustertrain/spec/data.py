@@ -68,6 +68,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         within("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
             raise ValueError("validation and validation_path: give one of them")
+        if self.validation_path and self.validation_path == self.path:
+            raise ValueError(f"validation_path = {self.path!r} is what is learned from: give other data, or validation")
         if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
             raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
         if (self.kind == "own") != bool(self.entry):

@@ -20,7 +20,6 @@ import msgspec
 
 from clustertrain.errors import ConfigError
 
-FORMAT = "clustertrain-tokens-1"
 INDEX = "index.json"
 Width = Literal["uint8", "uint16", "uint32"]
 BYTES: dict[Width, int] = {"uint8": 1, "uint16": 2, "uint32": 4}
@@ -36,7 +35,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """``largest`` of all tokens; None: not known, and each batch is looked at. ``tokenizer`` is for people."""
 
     shards: tuple[Shard, ...]
-    format: Literal["clustertrain-tokens-1"] = FORMAT
+    format: Literal["clustertrain-tokens-1"] = "clustertrain-tokens-1"
     dtype: Width | None = None  # of .bin shards
     largest: int | None = None
     tokenizer: str = ""

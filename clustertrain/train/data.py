@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
 from clustertrain import clock
 from clustertrain.errors import CheckpointError, ConfigError
 from clustertrain.plan import batch as batches
+from clustertrain.spec.data import READERS
 from clustertrain.train import order
+from clustertrain.train.reading import MapStyle, Reader, Refused
+from clustertrain.train.samples import Check, Limits, Suspect, blame
 from clustertrain.train.seeds import derive
 from clustertrain.train.stop import SIGNALS
+from clustertrain.train.transfer import ToDevice
+
+__all__ = ["Loader", "MapStyle", "workers_for"]
 
 _NOBODYS = -1  # the place of a sample that fills a micro-batch and counts for nothing
-
-
-class MapStyle(Protocol):
-    """Any map-style data set."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Any: ...
-
-
-class _Numbered(Dataset[Any]):
-    """Samples by (sample, position). In a worker every generator is seeded by the position first, so that a random
-    augmentation depends neither on the worker nor on where it was interrupted. In the rank's own process the generators
-    are those that the checkpoint holds, and are left alone."""
-
-    def __init__(self, dataset: MapStyle, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        sample, position = key
-        if get_worker_info() is not None:
-            seed = derive(self._seed, "sample", position)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
-        return self._dataset[sample]
 
 
 class _Positions(Sampler[list[tuple[int, int]]]):
@@ -88,11 +66,15 @@ class Loader:
         ranks: int,
         device: torch.device,
         ragged: bool = False,
+        prefetch: int = 2,
+        limits: Limits | None = None,
     ) -> None:
-        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide and
-        ``ragged`` is false; in any case for fewer samples a step than ranks."""
+        """``rank`` of ``ranks`` counts data-parallel ranks; ``workers`` processes hold ``prefetch`` micro-batches each
+        ready; ``limits`` is what the model takes. Raises ConfigError when the numbers do not divide and ``ragged`` is
+        false; in any case for fewer samples a step than ranks."""
         if len(dataset) < 1:
-            raise ConfigError("the data set is empty")
+            name = getattr(dataset, "name", "")
+            raise ConfigError(f"the data set is empty{f': {name}' if name else ''}", fix="give one with samples")
         self.global_batch = global_batch
         self.position = 0
         self.wait_s = 0.0  # spent waiting for data since the session last asked
@@ -111,8 +93,11 @@ class Loader:
         self.fresh = False
         self.places: list[torch.Tensor] = []
         self._workers = workers
+        self._prefetch = prefetch
         self._seed = seed
         self._device = device
+        self._limits = limits or Limits()
+        self._to_device = ToDevice(device)
         self._iterator: Iterator[Any] | None = None
         self._closing: Any = None
 
@@ -131,7 +116,7 @@ class Loader:
         started = clock.monotonic()
         if self._iterator is None:
             self._iterator = self._start()
-        parts = [self._to_device(next(self._iterator)) for _ in range(self._rounds)]
+        parts = [self._to_device(self._checked(next(self._iterator))) for _ in range(self._rounds)]
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position += self.global_batch
         self.wait_s += clock.monotonic() - started
@@ -140,15 +125,17 @@ class Loader:
         return self.latest
 
     def _start(self) -> Iterator[Any]:
-        numbered = _Numbered(self._dataset, self._seed)
+        reader = Reader(self._dataset, self._seed, Check(self._limits))
         if self._workers == 0:
             # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
-            return (default_collate([numbered[k] for k in keys]) for keys in _Positions(self, self.position))
+            return (reader.read(keys) for keys in _Positions(self, self.position))
         self._closing = multiprocessing.get_context().Value("b", 0, lock=False)
         loader = DataLoader(
-            numbered,
+            reader,
             batch_sampler=_Positions(self, self.position),
             num_workers=self._workers,
+            prefetch_factor=self._prefetch,
+            collate_fn=_as_it_is,  # the reader has put it together
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_WorkerSignals(self._closing),
             generator=torch.Generator().manual_seed(derive(self._seed, "workers")),
@@ -160,8 +147,23 @@ class Loader:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _to_device(self, batch: Any) -> Any:
-        return batch if self._device.type == "cpu" else _move(batch, self._device)
+    def _checked(self, batch: Any) -> Any:
+        if isinstance(batch, Refused):
+            raise ConfigError(batch.message, fix=batch.fix)
+        return batch
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds that copies to the device took, of those that have ended; most of it beside the computation."""
+        return self._to_device.copied_s
+
+    def sample_at(self, place: int) -> int:
+        """The sample at a position of the run."""
+        return order.samples(self._seed, len(self._dataset), place, 1)[0]
+
+    def blame(self) -> list[Suspect]:
+        """The samples of the latest item that are not finite themselves: :func:`clustertrain.train.samples.blame`."""
+        return blame(self.latest, self.places, self.sample_at)
 
     def close(self) -> None:
         """End the workers."""
@@ -212,11 +214,13 @@ class _WorkerSignals:
             os._exit(0)
 
 
-def _move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: _move(v, device) for k, v in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_move(v, device) for v in batch)
+def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def workers_for(asked: int, device: torch.device, cores: int) -> int:
+    """How many workers a rank gets that has ``cores``; ``asked`` is ``data.workers``. -1 leaves one core to the rank
+    itself, and on the CPU, where they compute, all."""
+    if asked >= 0:
+        return asked
+    return 0 if device.type == "cpu" else max(1, min(READERS, cores - 1))

@@ -45,6 +45,8 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        limits=what.limits,
         ragged=True,
     )
     return Trainer(s, what, model, optimizer, data, what.loss, recipe.optim.clip_norm)

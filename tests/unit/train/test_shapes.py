@@ -128,7 +128,7 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
     context = RankContext(**spec)
     computation.apply(what.model, context)
     groups = optim.decay_groups(what.model, 0.1)
-    optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe.optim, context.device))
+    optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, context.device))
     step = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
     batch = default_collate([what.dataset[i] for i in range(micro_batch)])
     optimizer.register_step_pre_hook(mark_the_update)
