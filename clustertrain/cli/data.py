@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clustertrain.cli.common import json_option, print_json
+
+if TYPE_CHECKING:
+    from clustertrain.spec.shards import Width
 
 
 @click.group()
@@ -33,7 +36,7 @@ def data() -> None:
 @click.option(
     "--dtype", type=click.Choice(["uint8", "uint16", "uint32"]), help="[default: as narrow as bytes, else uint32]"
 )
-@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard, about.  [default: 134217728]")
+@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard, about.  [default: 33554432]")
 @json_option
 def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: Any) -> None:
     """Write the text in PATH as shards of tokens, for data.kind = "tokens"."""
@@ -50,12 +53,12 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
         of_text = shards.of_function(entries.function(tokenizer, "--tokenizer"))
     else:
         raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
-    narrow = "uint8" if tokenizer == "bytes" and (asked["end"] or 0) < 256 else "uint16"
+    narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"
     texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], asked["key"])
     index = shards.write(
         folder,
         shards.ended(map(of_text, texts), asked["end"]),
-        dtype=asked["dtype"] or (narrow if tokenizer == "bytes" else "uint32"),
+        dtype=asked["dtype"] or narrow,
         shard_tokens=asked["shard_tokens"] or shards.SHARD_TOKENS,
         tokenizer=tokenizer,
     )

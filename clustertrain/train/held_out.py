@@ -19,11 +19,11 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Part:
-    """Some samples of a data set, in an order of its own, with what the data set says of itself."""
+    """Some samples of the data set ``whole``, in an order of their own, with what it says of itself."""
 
     def __init__(self, whole: Any, count: int, row: Callable[[int], int], version: str) -> None:
         """``row(i)`` is the number in ``whole`` of sample ``i`` of ``count``."""
-        self._whole = whole
+        self.whole = whole
         self._count = count
         self.row = row
         self.version = version
@@ -36,15 +36,15 @@ class Part:
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < self._count:
             raise IndexError(i)
-        return self._whole[self.row(i)]
+        return self.whole[self.row(i)]
 
     def slice_of(self, i: int) -> int:
         """Raises AttributeError for a data set without slices."""
-        found: int = self._whole.slice_of(self.row(i))
+        found: int = self.whole.slice_of(self.row(i))
         return found
 
     def where(self, i: int) -> str:
-        return f"of the whole data {where(self._whole, self.row(i))}"
+        return f"of the whole data {where(self.whole, self.row(i))}"
 
 
 def split(dataset: Any, share: float, name: str) -> tuple[Part, Part]:

@@ -16,7 +16,7 @@ from clustertrain.spec.data import DataSpec
 from clustertrain.spec.shards import BYTES, INDEX, Index, Shard, Width
 from clustertrain.train.text_files import files
 
-SHARD_TOKENS = 128 * 1024 * 1024
+SHARD_TOKENS = 32 * 1024 * 1024  # of a shard, all of which are in memory while it is written
 DocumentsAre = Literal["files", "lines", "jsonl"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
