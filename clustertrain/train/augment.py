@@ -27,7 +27,7 @@ class Augmented:
 
     def __init__(self, images: Any, spec: AugmentSpec, classes: int) -> None:
         """``classes`` of the model. Raises EnvironmentNotFit without kornia."""
-        self._images = images
+        self.images = images
         self._spec = spec
         self._classes = classes
         self._changes: list[Change] | None = None
@@ -35,13 +35,13 @@ class Augmented:
         _kornia()
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self.images)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, Any]:
         image, label = self._changed(i)
         if self._spec.mixup == 0:
             return _bytes(image), label
-        other, other_label = self._changed(int(torch.randint(len(self._images), ())))
+        other, other_label = self._changed(int(torch.randint(len(self.images), ())))
         # Without its own arguments' check, which synchronises and takes as long as the draw.
         share = torch.distributions.Beta(self._spec.mixup, self._spec.mixup, validate_args=False).sample()
         probabilities = torch.zeros(self._classes)
@@ -50,12 +50,12 @@ class Augmented:
         return _bytes(torch.lerp(other, image, share)), probabilities
 
     def where(self, i: int) -> str:
-        own = getattr(self._images, "where", None)
+        own = getattr(self.images, "where", None)
         return str(own(i)) if callable(own) else f"of {self.name}, changed at random"
 
     def _changed(self, i: int) -> tuple[torch.Tensor, int]:
         """(1, channels, height, width) fp32 from 0 to 1, and the class."""
-        image, label = self._images[i]
+        image, label = self.images[i]
         found = image.permute(2, 0, 1)[None].float() / 255
         if self._changes is None:
             self._changes = _changes(self._spec, found.shape)

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from clustertrain.errors import ConfigError
+from clustertrain.train.augment import Augmented
 from clustertrain.train.reading import MapStyle, Reader, form
 from clustertrain.train.samples import Check, Limits, tensors, where
 from clustertrain.train.tokens import Packed, Windows
@@ -19,6 +20,7 @@ from clustertrain.train.tokens import Packed, Windows
 LOOKED_AT = 2048  # samples for duplicates, labels and numbers that are not finite, evenly spread
 MOST_LABELS = 1000  # more values than that are no classes
 _CHARACTERS = 64
+_MEASURED = 1_000_000  # documents whose lengths are sorted, evenly spread
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +63,13 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(dataset: MapStyle, *, samples: int = 8, limits: Limits | None = None, seed: int = 0) -> Description:
     """Look at ``samples`` of them closely and at :data:`LOOKED_AT` for what is wrong; what cannot be read is listed.
+    Augmented images are looked at as they are before.
 
     Args:
         limits: what the model takes.
     """
+    # What is drawn anew each time says nothing of the data.
+    dataset = dataset.images if isinstance(dataset, Augmented) else dataset
     size = len(dataset)
     rows = sorted({i * size // LOOKED_AT for i in range(LOOKED_AT)}) if size > LOOKED_AT else list(range(size))
     shown, labels = [], Counter[int]()
@@ -107,7 +112,8 @@ def lengths_of(dataset: Any) -> Lengths | None:
     if corpus is None:
         return None
     lengths = corpus.documents()[1]
-    p5, p50, p95 = (float(v) for v in np.percentile(lengths, (5, 50, 95)))
+    some = lengths[:: max(1, len(lengths) // _MEASURED)]
+    p5, p50, p95 = (float(v) for v in np.percentile(some, (5, 50, 95)))
     smallest, largest = int(lengths.min()), int(lengths.max())
     return Lengths(documents=len(lengths), smallest=smallest, p5=p5, p50=p50, p95=p95, largest=largest)
 
@@ -150,6 +156,6 @@ def _text(batch: Any) -> str | None:
     if first is None or first.dtype != torch.int64 or first.dim() != 2:
         return None
     tokens = first[0, :_CHARACTERS]
-    if int(tokens.max()) > 255 or int(tokens.min()) < 0:
+    if int(tokens.max()) > 255 or int(tokens.min()) < ord("\t"):
         return " ".join(map(str, tokens[:16].tolist()))
     return bytes(tokens.tolist()).decode(errors="replace")

@@ -9,7 +9,7 @@ from torch import nn
 
 from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import optim
+from clustertrain.train import data_told, optim
 from clustertrain.train.data import Loader
 from clustertrain.train.models import Task, task
 from clustertrain.train.schedule import LearningRate
@@ -49,6 +49,8 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         limits=what.limits,
         ragged=True,
     )
+    if s.is_main:
+        data_told.tell(what.dataset, what.validation, s._event)
     return Trainer(s, what, model, optimizer, data, what.loss, recipe.optim.clip_norm)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from clustertrain.errors import ConfigError
 from clustertrain.spec.data import DataSpec
-from clustertrain.train.text_files import files
+from clustertrain.train.text_files import STDLIB, files
 
 
 def corpus(spec: DataSpec, needed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -49,7 +49,7 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, spec: DataSpec) -> None:
         """Raises ConfigError when the corpus is shorter than one sample."""
-        self.name = spec.words
+        self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
         self._bytes = corpus(spec, spec.seq_len + 1)
         self.version = version_of(self._bytes)
@@ -74,7 +74,7 @@ class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
 
     def __init__(self, spec: DataSpec) -> None:
         """Raises ConfigError when the corpus is shorter than one pair."""
-        self.name = spec.words
+        self.name = f"data.path = {spec.path or STDLIB!r}"
         self._seq_len = spec.seq_len
         self._bytes = corpus(spec, 2 * spec.seq_len)
         self.version = version_of(self._bytes)
