@@ -150,7 +150,8 @@ class Loader:
     def _checked(self, batch: Any) -> Any:
         if isinstance(batch, Refused):
             raise ConfigError(batch.message, fix=batch.fix)
-        return batch
+        # What torch makes of tuples, where a list is one of micro-batches.
+        return tuple(batch) if isinstance(batch, list) else batch
 
     @property
     def copied_s(self) -> float:

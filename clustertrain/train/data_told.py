@@ -18,7 +18,7 @@ def tell(train: Any, validation: Any, event: Event) -> None:
     lengths, padding = lengths_of(train), padding_of(train)
     event(
         "data_described",
-        name=getattr(train, "name", "") or type(train).__name__,
+        data=getattr(train, "name", "") or type(train).__name__,
         samples=len(train),
         validation_samples=len(validation) if validation is not None else 0,
         version=getattr(train, "version", None),

@@ -128,9 +128,9 @@ def test_of_a_loss_of_ones_own_the_targets_are_not_known() -> None:
 
 
 def test_sequences_longer_than_the_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="data.seq_len = 32 is more than the model takes: max_seq_len = 16"):
+    with pytest.raises(ConfigError, match=r"data.seq_len = 32 is more than the model takes: max_seq_len = 16"):
         made(model={"entry": "points_of_mine:Few"}, data={"seq_len": 32, "max_bytes": 10_000})
-    with pytest.raises(ConfigError, match="data.seq_len = 256 is more than the model takes: model.max_seq_len = 128"):
+    with pytest.raises(ConfigError, match=r"data.seq_len = 256 is more than the model takes: model.max_seq_len = 128"):
         made(model={"max_seq_len": 128})
 
 

@@ -81,6 +81,14 @@ def test_the_position_alone_continues_the_order_on_another_number_of_ranks() -> 
     assert [[int(i) for one in resumed for i in next(one)[0]] for _ in range(4)] == whole[5:]
 
 
+def test_an_item_is_a_pair_and_a_list_only_of_micro_batches() -> None:
+    for workers in (0, 1):
+        whole, parts = loader(workers=workers), loader(workers=workers, micro_batch=4)
+        assert isinstance(next(whole), tuple) and [type(p) for p in next(parts)] == [tuple] * 3
+        whole.close()
+        parts.close()
+
+
 def test_micro_batches_are_the_same_samples_in_parts() -> None:
     parts = next(loader(micro_batch=4))
     assert [len(p[0]) for p in parts] == [4, 4, 4]
@@ -152,7 +160,7 @@ class Bad(Squares):
 @pytest.mark.parametrize(
     ("size", "limits", "said"),
     [
-        (50, Limits(), r"sample 7 \(file 7\).*float32 \(2,\), int64"),
+        (50, Limits(), r"sample 7 \(file 7\) is \(float32 \(2,\), int\)"),
         (40, Limits(classes=30), r"sample 3\d \(file 3\d\): target is 3\d, and must lie between 0 and 29"),
     ],
 )

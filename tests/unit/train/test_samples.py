@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from clustertrain.errors import ConfigError
 from clustertrain.train.samples import FINITE_BATCHES, Check, Limits, blame
@@ -91,7 +90,7 @@ def test_blame_names_the_samples_whose_numbers_are_not_finite() -> None:
 
 
 def test_blame_leaves_out_what_only_fills_a_gap() -> None:
-    batch = default_collate([(torch.full((2,), math.nan), 0)])
+    batch = (torch.full((1, 2), math.nan), torch.tensor([0]))
     assert blame(batch, [torch.tensor([-1])]) == []
 
 
