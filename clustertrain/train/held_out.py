@@ -13,6 +13,7 @@ from clustertrain.train.order import Permutation
 from clustertrain.train.samples import where
 
 STRETCHES = 16  # of neighbouring samples that are kept apart of a text, evenly spread over it
+LISTED = 4_000_000  # rows of a permutation that are kept, in 32 MB
 _SEED = 0  # of the permutations, and never the run's
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -122,7 +123,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _Permuted:
-    """In constant memory, whatever the size."""
+    """In constant memory, whatever the size, and half a millisecond a sample."""
 
     order: Permutation
     first: int
@@ -151,4 +152,7 @@ def _by_label(labels: Rows, share: float) -> tuple[tuple[int, int], tuple[Rule, 
 
 def _by_permutation(size: int, kept: int) -> tuple[tuple[int, int], tuple[Rule, Rule]]:
     order = Permutation(size, _SEED, 0)
-    return (size - kept, kept), (_Permuted(order, kept), _Permuted(order, 0))
+    if size > LISTED:
+        return (size - kept, kept), (_Permuted(order, kept), _Permuted(order, 0))
+    rows = order(np.arange(size, dtype=np.uint64)).astype(np.int64)
+    return (size - kept, kept), (_Listed(rows[kept:]), _Listed(rows[:kept]))

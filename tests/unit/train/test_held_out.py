@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from clustertrain.errors import ConfigError
+from clustertrain.train import held_out
 from clustertrain.train.held_out import STRETCHES, Part, split, stretches
 
 
@@ -45,6 +46,12 @@ def test_every_sample_is_in_one_of_the_two(kind: type[Numbers], size: int, share
     train, validation = split(kind(range(size)), share, "numbers")
     assert len(validation) == round(size * share)
     assert sorted(rows(train) + rows(validation)) == list(range(size))
+
+
+def test_a_large_data_set_is_parted_alike_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [rows(part) for part in split(Numbers(range(1000)), 0.2, "n")]
+    monkeypatch.setattr(held_out, "LISTED", 999)
+    assert [rows(part) for part in split(Numbers(range(1000)), 0.2, "n")] == listed
 
 
 def test_a_text_is_parted_in_stretches_and_keeps_its_order() -> None:
