@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from clustertrain.errors import ConfigError
 from clustertrain.launch import snapshot
 
 
@@ -21,6 +22,25 @@ def of_entry(entry: str, folders: Iterable[Path]) -> Path | None:
             module, package = place / f"{name}.py", place / name
             if module.is_file() or package.is_dir():
                 return package if package.is_dir() else module
+    return None
+
+
+def of_entries(entries: Mapping[str, str], folders: Iterable[Path]) -> Path | None:
+    """:func:`of_entry` of several, by the keys of the recipe: the one beside which Python finds the others too.
+
+    Raises:
+        ConfigError: they do not lie where one snapshot has them all.
+    """
+    places = list(folders)
+    found = {key: path for key, entry in entries.items() if entry and (path := of_entry(entry, places)) is not None}
+    for path in found.values():
+        root, package = place(path)
+        searched = python_path(root, root, package)
+        if all(other.parent.resolve() in [s.resolve() for s in searched] for other in found.values()):
+            return path
+    if found:
+        where = ", ".join(f"{key} in {path.parent}" for key, path in found.items())
+        raise ConfigError(f"one snapshot of the code cannot have both: {where}", fix="keep them in one folder")
     return None
 
 

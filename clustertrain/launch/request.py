@@ -51,7 +51,7 @@ class SubmitRequest:
 @dataclass(frozen=True)
 class Prepared:
     """A request that is complete and checked. Until the snapshot is taken, ``spec.script.path`` is the user's path.
-    ``code`` is what of the user's code it runs, the script or the package of ``model.entry``, and None if nothing."""
+    ``code`` is what of the user's code it runs, the script or the package of an entry, and None if nothing."""
 
     spec: RunSpec
     profile: ClusterProfile
@@ -108,7 +108,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         plan=plan(spec, profile, device, taken=request.environ.keys()),
         backend=backend,
         python=profile.python or sys.executable,
-        code=_code(request, script, recipe.model.entry),
+        code=_code(request, script, recipe),
     )
     return _count(request, prepared)
 
@@ -136,10 +136,9 @@ def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
 
 def _with_absolute_data(recipe: Recipe, cwd: Path) -> Recipe:
     """The ranks run in another folder than the one where the path was typed."""
-    if recipe.data_path is None:
-        return recipe
-    data = msgspec.structs.replace(recipe.data, path=str(cwd / recipe.data_path))
-    return msgspec.structs.replace(recipe, data=data)
+    paths = {"path": recipe.data_path, "validation_path": recipe.validation_path}
+    absolute = {key: str(cwd / path) for key, path in paths.items() if path is not None}
+    return msgspec.structs.replace(recipe, data=msgspec.structs.replace(recipe.data, **absolute))
 
 
 def _refuse_other_encodings(spec: RunSpec) -> None:
@@ -150,11 +149,12 @@ def _refuse_other_encodings(spec: RunSpec) -> None:
         raise UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?") from e
 
 
-def _code(request: SubmitRequest, script: ScriptSpec | None, entry: str) -> Path | None:
+def _code(request: SubmitRequest, script: ScriptSpec | None, recipe: Recipe) -> Path | None:
     if script is not None:
         return Path(script.path)
     beside = [(request.cwd / request.target).parent] if request.target else []
-    return code.of_entry(entry, [*beside, request.cwd]) if entry else None
+    entries = {"model.entry": recipe.model.entry, "data.entry": recipe.data.entry}
+    return code.of_entries(entries, [*beside, request.cwd])
 
 
 def script_note(prepared: Prepared) -> str | None:

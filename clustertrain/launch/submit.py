@@ -23,8 +23,9 @@ from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
-from clustertrain.spec import places
+from clustertrain.spec import places, shards
 from clustertrain.spec.job import RunSpec
+from clustertrain.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,35 @@ def check_data(prepared: Prepared) -> str | None:
     Raises:
         ConfigError: this machine would train on it.
     """
-    path = prepared.spec.recipe.data_path
-    if prepared.spec.script is not None or path is None or path.exists():
+    recipe = prepared.spec.recipe
+    if prepared.spec.script is not None:
         return None
-    if prepared.backend.name == "local":
-        raise ConfigError(f"data.path = {str(path)!r}: no such file or folder", fix="give one that is there")
-    return f"data.path = {str(path)!r} is not there on this machine; every node of the job must see it"
+    for key, path in (("path", recipe.data_path), ("validation_path", recipe.validation_path)):
+        if path is None:
+            continue
+        if path.exists():
+            if recipe.data_kind == "tokens":
+                _check_shards(path, recipe)
+            continue
+        if prepared.backend.name == "local":
+            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="give one that is there")
+        return f"data.{key} = {str(path)!r} is not there on this machine; every node of the job must see it"
+    return None
+
+
+def _check_shards(folder: Path, recipe: Recipe) -> None:
+    """Raises ConfigError for what its index tells already; nothing of the shards is read."""
+    index = shards.read_index(folder)
+    if not recipe.model.entry:
+        shards.check_vocabulary(folder, index, recipe.model.vocab_size)
+    counts = [shard.tokens for shard in index.shards]
+    known = [n for n in counts if n is not None]
+    if not recipe.data.pack and len(known) == len(counts) and sum(known) <= recipe.data.seq_len:
+        raise ConfigError(
+            f"data.path = {str(folder)!r}: {sum(known)} tokens are less than one sample of data.seq_len = "
+            f"{recipe.data.seq_len} and the token after it",
+            fix="lower data.seq_len or give more text",
+        )
 
 
 def _check_places(prepared: Prepared) -> str | None:

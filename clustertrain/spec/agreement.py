@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from clustertrain.spec.data import DIGIT_HALF, DIGITS
 from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
 from clustertrain.spec.objective import ObjectiveKind
 from clustertrain.spec.strict import nearest
@@ -53,6 +54,14 @@ def _data(recipe: Recipe) -> None:
         raise ValueError(f"data.augment changes images, and the data is of kind {recipe.data_kind}")
     if data.pack and recipe.data_kind != "tokens":
         raise ValueError(f"data.pack puts documents of tokens together, and the data is of kind {recipe.data_kind}")
+    if data.kind == "tokens" and not data.path:
+        raise ValueError("data.kind = 'tokens' and no data.path: name the folder of shards")
+    if recipe.is_text and 0 < model.max_seq_len < data.seq_len:
+        raise ValueError(
+            f"data.seq_len = {data.seq_len} is more than the model takes: model.max_seq_len = {model.max_seq_len}"
+        )
+    if recipe.data_kind == "pairs" and data.path == DIGITS and data.seq_len != DIGIT_HALF:
+        raise ValueError(f"data.seq_len = {data.seq_len}: half a digit has {DIGIT_HALF} pixels, so set {DIGIT_HALF}")
     if data.augment.mixup and recipe.objective_kind != "cross-entropy":
         raise ValueError(f"data.augment.mixup mixes classes: objective.kind = {recipe.objective_kind!r} has none")
     if recipe.objective.label_smoothing and recipe.objective_kind != "cross-entropy":

@@ -9,6 +9,10 @@ import msgspec
 
 from clustertrain.spec.ranges import positive, within
 
+READERS = 8  # more workers of one rank rarely read faster
+DIGITS = "digits"
+DIGIT_HALF = 32  # pixels of half a digit, and so tokens of each passage of a pair
+
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
 
 
@@ -35,8 +39,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Byte-level text, pairs of passages of it, tokens, images with classes, or a data set of one's own.
 
     Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
-    library's own source. Of tokens it is a folder of shards. Of images it is an ``.npz`` file or a folder with a folder
-    for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's.
+    library's own source. Of pairs it may be ``digits`` too: the upper and lower halves of images. Of tokens it is a
+    folder of shards (:mod:`clustertrain.spec.shards`). Of images it is an ``.npz`` file or a folder with a folder for
+    each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument ``path``, as it
+    stands here.
     """
 
     kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text
@@ -45,29 +51,36 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     entry: str = ""  # kind own: "package.module:function", called with args, returns a map-style data set
     args: dict[str, Any] = {}
     seq_len: int = 256  # tokens of a sample; of a pair: of each passage
-    pack: bool = False  # tokens: several documents in a sample, in place of one that is cut or padded
+    pack: bool = False  # tokens: whole documents in a sample, padded; else samples are cut from the stream of tokens
     max_bytes: int = 64 * 1024 * 1024
     image_size: int = 32  # height and width; those in an .npz file have their own
     augment: AugmentSpec = AugmentSpec()
-    validation: float = 0.0  # this share of the samples is kept apart; 0: none, unless validation_path
+    validation: float = 0.0  # this share is kept apart, the same one whatever the seed; 0: none
     validation_path: str = ""  # or other data of the same kind
-    workers: int = 0  # processes that read ahead
-    prefetch: int = 2  # batches that each of them holds ready
+    workers: int = 0  # processes of each rank that read ahead; -1: as many as its cores allow (READERS at most)
+    prefetch: int = 2  # micro-batches that each of them holds ready
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "max_bytes", "image_size", "prefetch"):
             positive(name, getattr(self, name))
-        if self.workers < 0:
-            raise ValueError(f"workers = {self.workers}: must be 0 or more")
+        if self.workers < -1:
+            raise ValueError(f"workers = {self.workers}: must be 0 (none) or more, or -1 (as many as the cores allow)")
         within("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
             raise ValueError("validation and validation_path: give one of them")
+        if self.validation_path and self.validation_path == self.path:
+            raise ValueError(f"validation_path = {self.path!r} is what is learned from: give other data, or validation")
         if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
             raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
         if (self.kind == "own") != bool(self.entry):
             raise ValueError("kind = 'own' and entry go together: the entry names the function that makes the data set")
         if self.args and not self.entry:
             raise ValueError("args are those of an entry, and there is none")
+
+    @property
+    def words(self) -> str:
+        """How messages name it."""
+        return f"data.entry = {self.entry!r}" if self.entry else f"data.path = {self.path!r}"
 
     @property
     def validates(self) -> bool:

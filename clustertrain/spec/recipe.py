@@ -14,7 +14,7 @@ import msgspec
 
 from clustertrain.spec import agreement
 from clustertrain.spec.contract import ContractSpec, Mode
-from clustertrain.spec.data import DataKind, DataSpec
+from clustertrain.spec.data import DIGITS, DataKind, DataSpec
 from clustertrain.spec.durations import duration_s
 from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
@@ -63,6 +63,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     heads: int = 4
     kv_heads: int = 2
     ffn_dim: int = 0  # 0: 8/3 of dim, rounded up to a multiple of 64
+    max_seq_len: int = 0  # longer samples are refused; 0: no limit, as of rotary embeddings; an entry has its own
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -80,6 +81,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}")
         if self.ffn_dim < 0:
             raise ValueError(f"ffn_dim = {self.ffn_dim}: must be 0 (derived) or more")
+        if self.max_seq_len < 0:
+            raise ValueError(f"max_seq_len = {self.max_seq_len}: must be 0 (no limit) or more")
         within("dropout", self.dropout, 0.0, 0.9)
 
     def _check_names(self) -> None:
@@ -256,8 +259,17 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def data_path(self) -> Path | None:
         """The file or folder that the data is read from; None: it needs none."""
-        built_in = ("", "shapes", "digits") if self.data_kind == "images" else ("", "stdlib")
-        return None if self.data.path in built_in or self.data.entry else Path(self.data.path).expanduser()
+        return self._path(self.data.path)
+
+    @property
+    def validation_path(self) -> Path | None:
+        """That of the validation data; None: it needs none, or there is none."""
+        return self._path(self.data.validation_path)
+
+    def _path(self, path: str) -> Path | None:
+        built_in = {"images": ("", "shapes", DIGITS), "pairs": ("", "stdlib", DIGITS), "text": ("", "stdlib")}
+        named = self.data.entry or path in built_in.get(self.data_kind, ("",))
+        return None if named else Path(path).expanduser()
 
     @property
     def tokens_per_sample(self) -> int:

@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
 from clustertrain import clock
 from clustertrain.errors import CheckpointError, ConfigError
 from clustertrain.plan import batch as batches
+from clustertrain.spec.data import READERS
 from clustertrain.train import order, profiling
+from clustertrain.train.reading import Key, MapStyle, Reader, Refused
+from clustertrain.train.samples import Check, Limits, Suspect, blame
 from clustertrain.train.seeds import derive
 from clustertrain.train.stop import SIGNALS
+from clustertrain.train.transfer import ToDevice
+
+__all__ = ["Loader", "MapStyle", "workers_for"]
 
 _NOBODYS = -1  # the place of a sample that fills a micro-batch and counts for nothing
-
-
-class MapStyle(Protocol):
-    """Any map-style data set."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Any: ...
-
-
-class _Numbered(Dataset[Any]):
-    """Samples by (sample, position). In a worker every generator is seeded by the position first, so that a random
-    augmentation depends neither on the worker nor on where it was interrupted. In the rank's own process the generators
-    are those that the checkpoint holds, and are left alone."""
-
-    def __init__(self, dataset: MapStyle, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        sample, position = key
-        if get_worker_info() is not None:
-            seed = derive(self._seed, "sample", position)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
-        return self._dataset[sample]
 
 
 class _Positions(Sampler[list[tuple[int, int]]]):
@@ -90,11 +68,15 @@ class Loader:
         ranks: int,
         device: torch.device,
         ragged: bool = False,
+        prefetch: int = 2,
+        limits: Limits | None = None,
     ) -> None:
-        """``rank`` of ``ranks`` counts data-parallel ranks. Raises ConfigError when the numbers do not divide and
-        ``ragged`` is false; in any case for fewer samples a step than ranks."""
+        """``rank`` of ``ranks`` counts data-parallel ranks; ``workers`` processes hold ``prefetch`` micro-batches each
+        ready; ``limits`` is what the model takes. Raises ConfigError when the numbers do not divide and ``ragged`` is
+        false; in any case for fewer samples a step than ranks."""
         if len(dataset) < 1:
-            raise ConfigError("the data set is empty")
+            name = getattr(dataset, "name", "")
+            raise ConfigError(f"the data set is empty{f': {name}' if name else ''}", fix="give one with samples")
         self.global_batch = global_batch
         self.position = 0
         self.taken = 0  # samples that all ranks together have taken in this session
@@ -115,8 +97,11 @@ class Loader:
         self.fresh = False
         self.places: list[torch.Tensor] = []
         self._workers = workers
+        self._prefetch = prefetch
         self._seed = seed
         self._device = device
+        self._limits = limits or Limits()
+        self._to_device = ToDevice(device)
         self._iterator: Iterator[Any] | None = None
         self._closing: Any = None
 
@@ -154,10 +139,9 @@ class Loader:
         parts = []
         for _ in range(self._rounds):
             with profiling.part("data"):
-                batch = next(self._iterator)
+                batch = settled(next(self._iterator))
             with profiling.part("host_to_device"):
-                # default_collate makes lists of tuples, and a pair that is a list looks like two micro-batches.
-                parts.append(self._to_device(tuple(batch) if isinstance(batch, list) else batch))
+                parts.append(self._to_device(batch))
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position = self.after(self.position)
         self.taken += self.global_batch
@@ -167,16 +151,26 @@ class Loader:
         return self.latest
 
     def _start(self) -> Iterator[Any]:
-        numbered = _Numbered(self._dataset, self._seed)
+        reader = Reader(self._dataset, self._seed, Check(self._limits))
         if self._workers == 0:
             # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
-            return (default_collate([numbered[k] for k in keys]) for keys in _Positions(self, self.position))
-        seed = derive(self._seed, "workers")
-        found, self._closing = read_ahead(numbered, _Positions(self, self.position), self._workers, self._device, seed)
+            return (reader.read(keys) for keys in _Positions(self, self.position))
+        seed, positions = derive(self._seed, "workers"), _Positions(self, self.position)
+        found, self._closing = read_ahead(reader, positions, self._workers, self._device, seed, self._prefetch)
         return found
 
-    def _to_device(self, batch: Any) -> Any:
-        return batch if self._device.type == "cpu" else move(batch, self._device)
+    @property
+    def copied_s(self) -> float:
+        """Seconds that copies to the device took, of those that have ended; most of it beside the computation."""
+        return self._to_device.copied_s
+
+    def sample_at(self, place: int) -> int:
+        """The sample at a position of the run."""
+        return order.samples(self._seed, len(self._dataset), place, 1)[0]
+
+    def blame(self) -> list[Suspect]:
+        """The samples of the latest item that are not finite themselves: :func:`clustertrain.train.samples.blame`."""
+        return blame(self.latest, self.places, self.sample_at)
 
     def close(self) -> None:
         """End the workers."""
@@ -214,15 +208,17 @@ class Loader:
 
 
 def read_ahead(
-    dataset: Dataset[Any], batches: Iterable[list[Any]], workers: int, device: torch.device, seed: int
+    reader: Reader, batches: Iterable[list[Key]], workers: int, device: torch.device, seed: int, prefetch: int
 ) -> tuple[Iterator[Any], Any]:
-    """Collated batches that processes of their own read, and a shared value: set it to 1 before the iterator is
-    dropped, and the workers may be ended."""
+    """Micro-batches that processes of their own read, each ``prefetch`` of them ahead, to be :func:`settled`; and a
+    shared value: set it to 1 before the iterator is dropped, and the workers may be ended."""
     closing = multiprocessing.get_context().Value("b", 0, lock=False)
     loader = DataLoader(
-        dataset,
+        reader,
         batch_sampler=batches,
         num_workers=workers,
+        prefetch_factor=prefetch,
+        collate_fn=_as_it_is,  # the reader has put it together
         pin_memory=device.type == "cuda",
         worker_init_fn=_WorkerSignals(closing),
         generator=torch.Generator().manual_seed(seed),
@@ -233,6 +229,17 @@ def read_ahead(
         return iter(loader), closing
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def settled(batch: Any) -> Any:
+    """What a reader gave, with a list as a tuple: torch makes lists of tuples, and a list is one of micro-batches here.
+
+    Raises:
+        ConfigError: what a worker found wrong.
+    """
+    if isinstance(batch, Refused):
+        raise ConfigError(batch.message, fix=batch.fix)
+    return tuple(batch) if isinstance(batch, list) else batch
 
 
 class _WorkerSignals:
@@ -252,11 +259,13 @@ class _WorkerSignals:
             os._exit(0)
 
 
-def move(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: move(v, device) for k, v in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(move(v, device) for v in batch)
+def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def workers_for(asked: int, device: torch.device, cores: int) -> int:
+    """How many workers a rank gets that has ``cores``; ``asked`` is ``data.workers``. -1 leaves one core to the rank
+    itself, and on the CPU, where they compute, all."""
+    if asked >= 0:
+        return asked
+    return 0 if device.type == "cpu" else max(1, min(READERS, cores - 1))

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.spec.data import DataSpec
+from clustertrain.spec.data import DIGITS, DataSpec
 from clustertrain.train.seeds import derive
 
 SHAPES = "shapes"
+_SIZES = 1000  # files of a folder whose sizes are in its version
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -24,24 +26,35 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Images(Protocol):
-    """Sample i is (image, class): bytes (height, width, channels), and a number below ``classes``."""
+    """Sample i is (image, class): bytes (height, width, channels), and a number below ``classes``. ``labels`` has all
+    classes; they are the slices that an evaluation reports on."""
 
+    name: str
+    version: str
     classes: int
     channels: int
+    labels: Any
+    slice_names: tuple[str, ...]
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> tuple[torch.Tensor, int]: ...
+    def slice_of(self, i: int, /) -> int: ...
 
 
 def images(spec: DataSpec) -> Images:
-    """The data set that ``data.path`` names: ``shapes``, an ``.npz`` file, or a folder with a folder for each class.
+    """The data set that ``data.path`` names: ``shapes``, ``digits``, an ``.npz`` file, or a folder with a folder for
+    each class.
 
     Raises:
-        ConfigError: it is neither, or does not hold what it should.
-        EnvironmentNotFit: a folder, and Pillow is not installed.
+        ConfigError: it is none of these, or does not hold what it should.
+        EnvironmentNotFit: a folder, and Pillow is not installed; ``digits``, and scikit-learn is not.
     """
     if spec.path in ("", SHAPES):
         return Shapes(spec.image_size)
+    if spec.path == DIGITS:
+        from clustertrain.train.digits import DigitImages
+
+        return DigitImages()
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return ImageFolder(path, spec.image_size)
@@ -72,15 +85,32 @@ _DRAWN: tuple[Callable[[Field, Field], Mask], ...] = (
 )
 
 
-class Shapes:
+class Labelled:
+    """What images with ``labels`` (count,) have in common."""
+
+    labels: Any
+
+    def slice_of(self, i: int) -> int:
+        return int(self.labels[i])
+
+
+def numbered(classes: int) -> tuple[str, ...]:
+    return tuple(f"class-{i}" for i in range(classes))
+
+
+class Shapes(Labelled):
     """Ten shapes in random places, sizes and colours under noise. A pure function of the index, equal on all ranks."""
 
+    name = f"data.path = {SHAPES!r}"
     classes = len(_DRAWN)
     channels = 3
+    slice_names = numbered(len(_DRAWN))
 
     def __init__(self, size: int, samples: int = 50_000) -> None:
         self._size = size
         self._samples = samples
+        self.labels = np.arange(samples) % self.classes
+        self.version = f"{SHAPES} 1, {size} x {size}"
 
     def __len__(self) -> int:
         return self._samples
@@ -97,17 +127,17 @@ class Shapes:
         return torch.from_numpy(np.clip(image, 0, 255).astype(np.uint8)), kind
 
 
-class ImageArrays:
+class ImageArrays(Labelled):
     """An ``.npz`` file with ``images`` (count, height, width, channels) of bytes and ``labels`` (count,), in memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for any other file. Nothing is unpickled."""
         try:
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                self._images, self._labels = file["images"], file["labels"]
+                self._images, labels = file["images"], file["labels"]
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
             raise ConfigError(f"data.path = {str(path)!r}: not an .npz file with images and labels: {e}") from e
-        found, labels = self._images, self._labels
+        found = self._images
         if found.dtype != np.uint8 or found.ndim != 4 or not len(found):
             raise ConfigError(
                 f"{path}: images are {found.dtype} {found.shape}", fix="store bytes (count, height, width, channels)"
@@ -117,17 +147,23 @@ class ImageArrays:
                 f"{path}: labels are {labels.dtype} {labels.shape} for {len(found)} images",
                 fix="store one whole number from 0 on for each image",
             )
+        self.name = f"data.path = {str(path)!r}"
+        self.labels = labels
         self.classes = int(labels.max()) + 1
         self.channels = int(found.shape[3])
+        self.slice_names = numbered(self.classes)
+        digest = xxhash.xxh3_64(np.ascontiguousarray(found).data)
+        digest.update(np.ascontiguousarray(labels).data)
+        self.version = f"xxh3:{digest.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.from_numpy(self._images[i]), int(self._labels[i])
+        return torch.from_numpy(self._images[i]), int(self.labels[i])
 
 
-class ImageFolder:
+class ImageFolder(Labelled):
     """One folder for each class, in the order of their names; each image scaled so that its shorter side fits, and its
     middle cut out, as RGB."""
 
@@ -150,9 +186,23 @@ class ImageFolder:
             for file in sorted(folder.rglob("*"))
             if file.suffix.lower() in _SUFFIXES
         ]
+        self.name = f"data.path = {str(path)!r}"
         self.classes = len(folders)
+        self.slice_names = tuple(p.name for p in folders)
         if not self._files:
-            raise ConfigError(f"data.path = {str(path)!r}: no images in folders of classes below it")
+            raise ConfigError(f"{self.name}: no images in folders of classes below it")
+        self.labels = np.array([label for _, label in self._files])
+        self.version = self._version(path)
+
+    def _version(self, root: Path) -> str:
+        """Of all names, and of the sizes of some files: to ask for all is minutes of a parallel file system."""
+        digest = xxhash.xxh3_64("\n".join(str(f.relative_to(root)) for f, _ in self._files).encode())
+        step = -(-len(self._files) // _SIZES)
+        digest.update(repr([f.stat().st_size for f, _ in self._files[::step]]).encode())
+        return f"xxh3 of names and sizes: {digest.hexdigest()}, {self._size} x {self._size}"
+
+    def where(self, i: int) -> str:
+        return str(self._files[i][0])
 
     def __len__(self) -> int:
         return len(self._files)

@@ -9,7 +9,7 @@ from torch import nn
 
 from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import optim
+from clustertrain.train import data_told, optim
 from clustertrain.train.data import Loader
 from clustertrain.train.evaluation.of_recipe import of_recipe
 from clustertrain.train.models import Task, task
@@ -47,8 +47,12 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        limits=what.limits,
         ragged=True,
     )
+    if s.is_main:
+        data_told.tell(what.dataset, what.validation, s._event)
     return Trainer(s, what, model, optimizer, data, what.loss, Clipping.of(recipe.optim))
 
 

@@ -106,8 +106,11 @@ def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ
     takes part in the order of summation, so it is kept in the checkpoint.
     """
     asked = environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    return int(asked) if asked.isdigit() and int(asked) > 0 else cores(context, environ)
+
+
+def cores(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:
+    """This rank's share of this machine's cores."""
     # The local backend's nodes are all on this machine.
     here = context.world_size if settings.LOCAL_JOB in environ else context.local_world_size
     return max(1, len(os.sched_getaffinity(0)) // here)

@@ -23,7 +23,7 @@ from clustertrain.run.events import EventLog
 from clustertrain.spec.evaluation import PREFIX
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, gradients, mesh, out_of_memory, result, seeds
-from clustertrain.train.data import Loader, MapStyle
+from clustertrain.train.data import Loader, MapStyle, workers_for
 from clustertrain.train.evaluation import telling
 from clustertrain.train.evaluation.evaluator import Evaluator, slices_of
 from clustertrain.train.evaluation.judge import Judge
@@ -39,6 +39,7 @@ from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
 from clustertrain.train.profiling import Profiler
 from clustertrain.train.recorder import Recorder
+from clustertrain.train.samples import Limits
 from clustertrain.train.spending import Spending
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.supervisor import Back
@@ -291,11 +292,16 @@ class Session:
         micro_batch: int | None = None,
         workers: int = 0,
         ragged: bool = False,
+        prefetch: int = 2,
+        limits: Limits | None = None,
     ) -> Loader:
         """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. With
         ``micro_batch`` an item is a list of micro-batches. Put it into the state.
 
         Args:
+            workers: processes that read ahead, for the whole run; -1: as many as this rank's cores allow.
+            prefetch: micro-batches that each worker holds ready.
+            limits: what the model takes, to name the sample that is not so.
             ragged: allow a global batch that does not divide: ranks then get different numbers of samples, which
                 :meth:`train_step` accounts for and a mean over the ranks of the script's own does not.
 
@@ -306,7 +312,9 @@ class Session:
             dataset,
             global_batch=global_batch,
             micro_batch=micro_batch,
-            workers=workers,
+            workers=workers_for(workers, self.device, mesh.cores(self._context)),
+            prefetch=prefetch,
+            limits=limits,
             seed=self.seed,
             rank=self._context.data_rank,
             ranks=self._context.layout.data_parallel,

@@ -13,6 +13,7 @@ import pytest
 
 from clustertrain import proc
 from clustertrain.spec.cluster import ClusterProfile, Measured
+from clustertrain.spec.data import AugmentSpec, DataSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.strict import build
 from clustertrain.spec.telemetry import AlertsSpec
@@ -41,6 +42,13 @@ def test_every_key_of_alerts_is_documented_with_its_default() -> None:
     for field in msgspec.structs.fields(AlertsSpec):
         shown = msgspec.json.encode([] if field.name == "command" else field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_key_of_data_is_documented() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
+    assert [key for key in sorted(keys) if not re.search(rf"(`|^ *){key}\b", text, re.MULTILINE)] == ["augment"]
+    assert "[data.augment]" in text
 
 
 def test_every_key_of_a_cluster_profile_is_documented() -> None:

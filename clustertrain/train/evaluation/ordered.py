@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, default_collate
 
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.context import RankContext
-from clustertrain.train.data import MapStyle, move, read_ahead
+from clustertrain.train.data import MapStyle, read_ahead, settled
+from clustertrain.train.reading import Key, Reader
 from clustertrain.train.seeds import derive
+from clustertrain.train.transfer import ToDevice
+
+AHEAD = 2  # micro-batches that each worker holds ready
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,6 @@ class Portion:
 
     batch: Any
     samples: tuple[int, ...]
-
-
-class _Seeded(Dataset[Any]):
-    """Each sample with generators seeded by its index, so that what is random in a data set is the same in each
-    evaluation, on any rank and in any worker. The rank's own generators are put back by whoever evaluates."""
-
-    def __init__(self, dataset: MapStyle, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, i: int) -> Any:
-        seed = derive(self._seed, "evaluation", i)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        return self._dataset[i]
 
 
 class OnePass:
@@ -83,10 +68,12 @@ class OnePass:
         self._group = group
         self._rank, self._ranks = rank, ranks
         self._full = full
-        self._dataset = _Seeded(dataset, seed)
+        # By index, so that what is random in a data set is the same in each evaluation, on any rank and in any worker.
+        self._reader = Reader(dataset, derive(seed, "evaluation"))
         self._workers = workers
         self._seed = seed
         self._device = device
+        self._to_device = ToDevice(device)
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """By micro-batch the samples that count; a round of all ranks is contiguous."""
@@ -94,18 +81,18 @@ class OnePass:
         for first in range(self._rank * self._micro_batch, -(-self.samples // stride) * stride, stride):
             yield tuple(range(first, min(first + self._micro_batch, self.samples)))
 
-    def _filled(self, counted: tuple[int, ...]) -> list[int]:
+    def _filled(self, counted: tuple[int, ...]) -> list[Key]:
         missing = self._micro_batch - len(counted) if self._full else 0 if counted else self._group
-        return [*counted, *(i % self.samples for i in range(missing))]
+        return [(i, i) for i in (*counted, *(i % self.samples for i in range(missing)))]
 
     def __iter__(self) -> Iterator[Portion]:
         # Nothing is listed: there may be very many samples.
         wanted = (self._filled(samples) for samples in self.indices())
         if self._workers == 0:
-            yield from self._portions(default_collate([self._dataset[i] for i in some]) for some in wanted)
+            yield from self._portions(self._reader.read(some) for some in wanted)
             return
         seed = derive(self._seed, "evaluation workers")
-        batches, closing = read_ahead(self._dataset, wanted, self._workers, self._device, seed)
+        batches, closing = read_ahead(self._reader, wanted, self._workers, self._device, seed, AHEAD)
         try:
             yield from self._portions(batches)
         finally:
@@ -113,7 +100,7 @@ class OnePass:
 
     def _portions(self, batches: Iterable[Any]) -> Iterator[Portion]:
         for batch, samples in zip(batches, self.indices(), strict=True):
-            yield Portion(batch if self._device.type == "cpu" else move(batch, self._device), samples)
+            yield Portion(self._to_device(settled(batch)), samples)
 
 
 class Given:
@@ -123,7 +110,7 @@ class Given:
     def __init__(self, batches: Iterable[Any], device: torch.device, any_rank: Callable[[bool], bool]) -> None:
         """``any_rank``: whether a flag is set on any rank; it is asked once a round."""
         self._batches = batches
-        self._device = device
+        self._to_device = ToDevice(device)
         self._any_rank = any_rank
 
     def __iter__(self) -> Iterator[Portion]:
@@ -133,7 +120,7 @@ class Given:
             if not self._any_rank(batch is not None):
                 break
             if batch is not None:
-                before = move(batch, self._device)
+                before = self._to_device(settled(batch))
                 yield Portion(before, tuple(range(_length(before))))
             elif before is not None:
                 yield Portion(before, ())

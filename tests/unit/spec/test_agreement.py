@@ -44,6 +44,21 @@ def recipe(**tables: Any) -> Recipe:
         ({"data": {"pack": True}}, "pack puts documents of tokens"),
         ({"data": {"kind": "images"}}, "a decoder learns from text or tokens or own"),
         ({"data": {"kind": "own"}}, "kind = 'own' and entry go together"),
+        ({"data": {"kind": "tokens"}}, "kind = 'tokens' and no data.path"),
+        ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is what is learned from"),
+        ({"data": {"validation": 0.1, "validation_path": "a"}}, "give one of them"),
+        ({"data": {"validation": 1.0}}, "validation = 1.0: must lie between 0 and 0.9"),
+        ({"data": {"workers": -2}}, "workers = -2: must be 0"),
+        ({"model": {"max_seq_len": 128}}, r"seq_len = 256 is more than the model takes: model\.max_seq_len = 128"),
+        ({"model": {"max_seq_len": -1}}, "max_seq_len = -1: must be 0"),
+        (
+            {"model": {"kind": "two-tower"}, "data": {"path": "digits"}},
+            "seq_len = 256: half a digit has 32 pixels",
+        ),
+        (
+            {"model": {"kind": "convnet"}, "data": {"augment": {"mixup": 0.2}}, "objective": {"kind": "mse"}},
+            "augment.mixup mixes classes",
+        ),
         (
             {"objective": {"kind": "mse", "label_smoothing": 0.1}},
             "label_smoothing: objective.kind = 'mse' has no classes",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from clustertrain.errors import CheckpointError, ConfigError
-from clustertrain.train.data import Loader
+from clustertrain.train.data import Loader, workers_for
+from clustertrain.train.reading_speed import measure
+from clustertrain.train.samples import Limits
 
 # torch warns on machines with fewer cores than workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -78,6 +81,14 @@ def test_the_position_alone_continues_the_order_on_another_number_of_ranks() -> 
     assert [[int(i) for one in resumed for i in next(one)[0]] for _ in range(4)] == whole[5:]
 
 
+def test_an_item_is_a_pair_and_a_list_only_of_micro_batches() -> None:
+    for workers in (0, 1):
+        whole, parts = loader(workers=workers), loader(workers=workers, micro_batch=4)
+        assert isinstance(next(whole), tuple) and [type(p) for p in next(parts)] == [tuple] * 3
+        whole.close()
+        parts.close()
+
+
 def test_micro_batches_are_the_same_samples_in_parts() -> None:
     parts = next(loader(micro_batch=4))
     assert [len(p[0]) for p in parts] == [4, 4, 4]
@@ -103,14 +114,109 @@ def test_random_augmentation_in_a_worker_depends_on_the_position_alone() -> None
         each.close()
 
 
-def test_reading_leaves_the_generators_of_the_rank_alone() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    data = loader(workers=1)
+def test_the_ranks_own_process_reads_what_workers_would() -> None:
+    alone, workers = loader(Noisy()), loader(Noisy(), workers=2)
+    for _ in range(4):
+        assert next(alone)[1].tolist() == next(workers)[1].tolist()
+    workers.close()
+    parts = [next(loader(Noisy(), rank=r, ranks=3, micro_batch=2)) for r in range(3)]
+    assert [v for part in parts for m in part for v in m[1].tolist()] == next(loader(Noisy()))[1].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_generators_of_the_rank_alone(workers: int) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    def seed() -> None:
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+
+    seed()
+    expected = drawn()
+    seed()
+    data = loader(Noisy(), workers=workers)
     next(data)
     data.close()
-    next(loader())
-    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn() == expected
+
+
+class Bad(Squares):
+    """Sample 7 is another kind of thing, 8 fails."""
+
+    name = "bad"
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 8 and self.size == 60:
+            raise OSError("no such disk")
+        return torch.zeros(2 if i == 7 and self.size == 50 else 3), i
+
+    def where(self, i: int) -> str:
+        return f"file {i}"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("size", "limits", "said"),
+    [
+        (50, Limits(), r"sample 7 \(file 7\) is \(float32 \(2,\), int\)"),
+        (40, Limits(classes=30), r"sample 3\d \(file 3\d\): target is 3\d, and must lie between 0 and 29"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_named(workers: int, size: int, limits: Limits, said: str) -> None:
+    data = loader(Bad(size), workers=workers, limits=limits)
+    try:
+        with pytest.raises(ConfigError) as found:
+            for _ in range(10):
+                next(data)
+        assert re.search(said, found.value.message), found.value.message
+        assert found.value.fix and "Traceback" not in found.value.message
+    finally:
+        data.close()
+
+
+def test_an_error_of_the_data_set_stays_what_it_is_and_names_the_sample() -> None:
+    data = loader(Bad(60))
+    with pytest.raises(OSError, match="no such disk") as found:
+        for _ in range(10):
+            next(data)
+    assert found.value.__notes__ == ["while sample 8 (file 8) was read"]
+
+
+def test_blame_of_the_latest_item() -> None:
+    data = loader()
+    next(data)
+    data.latest = (torch.full((12, 1), float("nan")), torch.zeros(12))
+    found = data.blame()
+    assert [s.sample for s in found] == [k[0] for k in data.micro_batches_at(0)[0]]
+    assert [s.place for s in found] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cores", "workers"),
+    [
+        (-1, "cuda", 16, 8),
+        (-1, "cuda", 5, 4),
+        (-1, "cuda", 1, 1),
+        (-1, "cpu", 16, 0),
+        (3, "cpu", 1, 3),
+        (0, "cuda", 9, 0),
+    ],
+)
+def test_as_many_workers_as_the_cores_allow(asked: int, device: str, cores: int, workers: int) -> None:
+    assert workers_for(asked, torch.device(device), cores) == workers
+
+
+def test_the_speed_of_reading_leaves_the_loader_where_it_was() -> None:
+    data = loader(micro_batch=4)
+    next(data)
+    before = data.state_dict()
+    found = measure(data, batches=6)
+    assert data.state_dict() == before
+    assert (found.batches, found.batch_bytes) == (6, 2 * 12 * 8)
+    assert found.samples_per_s > 0 and found.batch_s_p50 <= found.batch_s_p95
+    assert [int(i) for p in next(data) for i in p[0]] == taken(2, 1)[1]
 
 
 def test_a_warning_to_the_job_does_not_kill_the_workers() -> None:

@@ -1,0 +1,72 @@
+"""``data tokenize``: text -> shards of tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+
+if TYPE_CHECKING:
+    from clustertrain.spec.shards import Width
+
+
+@click.group()
+def data() -> None:
+    """Data that is made before a run: shards of tokens."""
+
+
+@data.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="A new folder for the shards.")
+@click.option("--pattern", default="*", show_default=True, help="Which files of a folder.")
+@click.option(
+    "--documents",
+    type=click.Choice(["files", "lines", "jsonl"]),
+    default="files",
+    show_default=True,
+    help="What is a document: a file, a line, or the text under --key of each line of JSON.",
+)
+@click.option("--key", default="text", show_default=True, help="Of the lines of JSON.")
+@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, or package.module:function (str -> ids).")
+@click.option("--end", type=click.IntRange(min=0), help="A token to put behind each document.")
+@click.option(
+    "--dtype", type=click.Choice(["uint8", "uint16", "uint32"]), help="[default: as narrow as bytes, else uint32]"
+)
+@click.option("--shard-tokens", type=click.IntRange(min=1), help="Tokens of a shard, about.  [default: 33554432]")
+@json_option
+def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: Any) -> None:
+    """Write the text in PATH as shards of tokens, for data.kind = "tokens"."""
+    import re
+
+    from clustertrain.errors import UsageError
+    from clustertrain.train import entries
+    from clustertrain.train import tokenize as shards
+
+    if tokenizer == "bytes":
+        of_text: Any = shards.of_bytes
+    elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
+        sys.path.insert(0, str(Path.cwd()))  # as `python` would
+        of_text = shards.of_function(entries.function(tokenizer, "--tokenizer"))
+    else:
+        raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
+    narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"
+    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], asked["key"])
+    index = shards.write(
+        folder,
+        shards.ended(map(of_text, texts), asked["end"]),
+        dtype=asked["dtype"] or narrow,
+        shard_tokens=asked["shard_tokens"] or shards.SHARD_TOKENS,
+        tokenizer=tokenizer,
+    )
+    tokens = sum(shard.tokens or 0 for shard in index.shards)
+    if as_json:
+        print_json({"folder": str(folder), "shards": len(index.shards), "tokens": tokens, "largest": index.largest})
+        return
+    click.echo(
+        f"{folder}: {tokens:,} tokens in {len(index.shards)} shard{'s' if len(index.shards) != 1 else ''} of "
+        f"{index.dtype}, the largest {index.largest}: model.vocab_size = {(index.largest or 0) + 1} or more"
+    )

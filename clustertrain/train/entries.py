@@ -1,0 +1,44 @@
+"""Functions of the user's own, by their names in the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from clustertrain.errors import ConfigError
+
+
+def function(name: str, key: str) -> Callable[..., Any]:
+    """What ``package.module:function`` names; ``key`` is where the recipe has it.
+
+    Raises:
+        ConfigError: there is no such module or function, or it cannot be called.
+    """
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise  # something that the module itself imports
+        raise ConfigError(
+            f"{key} = {name!r}: no module {e.name!r}",
+            fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
+        ) from e
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as e:
+            raise ConfigError(f"{key} = {name!r}: {e}", fix="name a function of that module") from e
+    if not callable(found):
+        raise ConfigError(f"{key} = {name!r} is {type(found).__name__}", fix="name a function or a class")
+    return found  # type: ignore[no-any-return]
+
+
+def check_arguments(made_by: Callable[..., Any], name: str, args: Mapping[str, Any], key: str) -> None:
+    """Raises ConfigError where ``made_by`` does not take ``args``, the recipe's ``key``."""
+    try:
+        inspect.signature(made_by).bind(**args)
+    except TypeError as e:
+        raise ConfigError(f"{key} = {dict(args)}: {name}: {e}", fix="give the arguments that it takes") from e

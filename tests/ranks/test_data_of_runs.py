@@ -1,0 +1,138 @@
+"""What ranks learn from: each sample once, changed and packed in the same way, however many they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_pool import Ranks, make_run, touch_stop_at, write_plan
+
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
+from clustertrain.train.tokenize import of_bytes, write
+
+# torch warns on machines with fewer cores than workers.
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+
+# As the parity table's (tests/parity/cells.py), for fp32.
+LOSS, NORM = 2e-6, 5e-6
+CONVNET = {"kind": "convnet", "convnet": {"channels": 1, "width": 8, "blocks": [1], "groups": 4}}
+AUGMENTED = {
+    "path": "digits",
+    "validation": 0.2,
+    "augment": {"crop": 1, "flip": True, "color": 0.2, "mixup": 0.4},
+}
+
+TAKEN = """
+import os
+from pathlib import Path
+
+import torch
+
+class Taken:
+    '''Writes down which samples each rank has taken, without reading ahead.'''
+
+    def __init__(self, count, folder):
+        self.count, self.folder = count, Path(folder)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        with (self.folder / f"taken-{os.environ['CLUSTERTRAIN_ATTEMPT']}-{os.environ['RANK']}").open("a") as out:
+            print(i, file=out)
+        return torch.full((4, 4, 1), i % 251, dtype=torch.uint8), i % 10
+"""
+
+
+def trained(run: RunDir, ranks: int, attempt: int = 1) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    return list(Ranks(run, ranks, attempt).expect(0).losses().values())
+
+
+def agree(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    assert len(found) == len(expected) > 0
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=LOSS)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=NORM)
+
+
+def test_images_are_changed_alike_on_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    def losses(ranks: int, workers: int, micro_batch: int) -> list[tuple[float, float]]:
+        data: dict[str, Any] = {**AUGMENTED, "workers": workers}
+        folder = tmp_path / f"{ranks}-{workers}"
+        strategy = "ddp" if ranks < 4 else "fsdp"
+        run = make_run(
+            folder, strategy, ranks, steps=3, every=3, model=CONVNET, data=data, micro_batch=micro_batch
+        )  # fmt: skip
+        return trained(run, ranks)
+
+    alone = losses(1, 0, 16)
+    plain = make_run(tmp_path / "plain", "ddp", 1, steps=3, every=3, model=CONVNET, data={"path": "digits"})
+    assert [loss for loss, _ in trained(plain, 1)] != pytest.approx([loss for loss, _ in alone], rel=1e-3)
+    for ranks, workers, micro_batch in ((1, 2, 16), (2, 0, 4), (4, 2, 2)):
+        agree(losses(ranks, workers, micro_batch), alone)
+
+
+def test_a_resume_on_other_ranks_neither_repeats_nor_skips_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "taken_from.py").write_text(TAKEN)
+    count, steps = 96, 6  # of 16 samples each: one epoch
+    data = {"kind": "own", "entry": "taken_from:Taken", "args": {"count": count, "folder": str(tmp_path)}}
+    run = make_run(tmp_path / "run", "ddp", 2, steps=steps, every=4, model=CONVNET, data=data)
+    stopped = Ranks(run, 2, 1, setup=import_and_stop, args=(str(tmp_path), 2)).expect(0)
+    done = stopped.results()[0]["committed_step"]
+    write_plan(run, "fsdp", 4, micro_batch=2)
+    Ranks(run, 4, 2, setup=import_and_stop, args=(str(tmp_path), -1)).expect(0)
+
+    def taken(attempt: int) -> list[int]:
+        return [int(i) for f in tmp_path.glob(f"taken-{attempt}-*") for i in f.read_text().split()]
+
+    assert 0 < done < steps and len(taken(1)) == 16 * done and len(taken(2)) == 16 * (steps - done)
+    assert sorted(taken(1) + taken(2)) == list(range(count))
+
+
+def import_and_stop(folder: str, step: int) -> None:
+    """Setup: what job.sh does with PYTHONPATH, and a stop."""
+    sys.path.insert(0, folder)
+    if step >= 0:
+        touch_stop_at(step)
+
+
+def shards(folder: Path) -> Path:
+    """The standard library's json package, a file a document."""
+    files = sorted(Path(os.__file__).parent.joinpath("json").glob("*.py"))
+    write(folder, [of_bytes(f.read_bytes()[:900]) for f in files], dtype="uint8", shard_tokens=1500)
+    return folder
+
+
+def test_packed_documents_are_learned_alike_and_a_resume_goes_on_in_them(tmp_path: Path) -> None:
+    data = {"kind": "tokens", "path": str(shards(tmp_path / "shards")), "pack": True, "seq_len": 48, "validation": 0.3}
+    kw: dict[str, Any] = {"steps": 6, "every": 3, "data": data}
+    whole = make_run(tmp_path / "whole", "ddp", 1, **kw, micro_batch=16)
+    alone = Ranks(whole, 1).expect(0)
+    told = alone.events("data_described")[0]
+    assert told["lengths"]["documents"] >= 5 and 0 < told["padding"] < 0.5
+    assert told["samples"] > told["validation_samples"] > 0
+    expected = list(alone.losses().values())
+    assert expected[-1][0] < expected[0][0]
+    run = make_run(tmp_path / "parts", "fsdp", 2, **kw, micro_batch=2)
+    first = Ranks(run, 2, 1, setup=touch_stop_at, args=(2,)).expect(0)
+    write_plan(run, "ddp", 4, micro_batch=1)
+    second = Ranks(run, 4, 2).expect(0)
+    agree(list({**first.losses(), **second.losses()}.values()), expected)
+
+
+def test_a_token_that_the_model_does_not_know_ends_the_run_with_its_sample(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "shards")
+    index = fsio.read_json(folder / "index.json")
+    assert isinstance(index, dict)
+    fsio.write_json(folder / "index.json", {**index, "largest": None})
+    data = {"kind": "tokens", "path": str(folder), "seq_len": 48}
+    run = make_run(tmp_path / "run", "ddp", 2, steps=4, model={"vocab_size": 60}, data=data)
+    failed = Ranks(run, 2).expect(78)
+    error = failed.results()[0]["error"]
+    assert error["type"] == "ConfigError"
+    assert "must lie between 0 and 59 (model.vocab_size = 60)" in error["message"]
+    assert "sample " in error["message"] and ".bin, from token " in error["message"]

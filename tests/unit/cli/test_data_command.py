@@ -1,0 +1,87 @@
+"""``clustertrain data tokenize``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from clustertrain.cli.data import data
+from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
+from clustertrain.spec.shards import Index, read_index
+
+WORDS = """
+def words(text):
+    return [1000 * len(word) for word in text.split()]
+"""
+
+
+def tokenized(folder: Path, *options: str) -> tuple[Index, list[list[int]], str]:
+    """The index, the documents, and what was said, of the text in ``folder / "text"``."""
+    argv = ["tokenize", str(folder / "text"), "--out", str(folder / "out"), *options]
+    done = CliRunner().invoke(data, argv, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    index = read_index(folder / "out")
+    documents: list[list[int]] = []
+    for shard in index.shards:
+        tokens = np.fromfile(folder / "out" / shard.file, dtype=index.dtype)
+        ends = np.load(folder / "out" / str(shard.ends))
+        documents += [tokens[a:b].tolist() for a, b in zip([0, *ends], ends, strict=False)]
+    return index, documents, done.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"one\ntwo three\n")
+    (tmp_path / "text" / "b.md").write_bytes(b"four")
+    return tmp_path
+
+
+def test_files_as_bytes(folder: Path) -> None:
+    index, documents, said = tokenized(folder, "--end", "0")
+    assert [bytes(d) for d in documents] == [b"one\ntwo three\n\0", b"four\0"]
+    assert (index.dtype, index.largest, index.tokenizer) == ("uint8", ord("w"), "bytes")
+    assert "20 tokens in 1 shard of uint8, the largest 119: model.vocab_size = 120 or more" in said
+
+
+def test_lines_of_some_files_with_a_token_of_their_own(folder: Path) -> None:
+    index, documents, _ = tokenized(folder, "--documents", "lines", "--pattern", "*.txt", "--end", "256")
+    assert documents == [[*b"one", 256], [*b"two three", 256]]
+    assert (index.dtype, index.largest) == ("uint16", 256)
+
+
+def test_a_tokenizer_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "words_of_mine.py").write_text(WORDS)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    index, documents, said = tokenized(
+        folder, "--tokenizer", "words_of_mine:words", "--documents", "lines", "--shard-tokens", "2", "--json"
+    )
+    assert documents == [[3000], [3000, 5000], [4000]] and index.dtype == "uint32"
+    assert json.loads(said) == {"folder": str(folder / "out"), "shards": 2, "tokens": 4, "largest": 5000}
+
+
+def test_lines_of_json(folder: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (folder / "text" / name).write_text(json.dumps({"body": name}) + "\n")
+    assert tokenized(folder, "--documents", "jsonl", "--key", "body")[1] == [[*b"a.txt"], [*b"b.md"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (["--tokenizer", "letters"], UsageError, "must be bytes or of the form"),
+        (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
+        (["--documents", "jsonl"], ConfigError, "a.txt, line 1: no JSON object with 'text'"),
+        (["--pattern", "*.rst"], ConfigError, "no file fits"),
+        (["--dtype", "uint8", "--end", "300"], ConfigError, "uint8 holds 0 to 255"),
+    ],
+)
+def test_what_cannot_be(folder: Path, options: list[str], error: type[ClusterTrainError], said: Any) -> None:
+    with pytest.raises(error, match=said):
+        tokenized(folder, *options)

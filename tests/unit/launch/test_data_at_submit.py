@@ -1,0 +1,99 @@
+"""What submit knows of the data before the queue."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import submit as transaction
+from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.train.tokenize import write
+from tests.fake_slurm.fixture import FakeSlurm
+
+pytestmark = pytest.mark.usefixtures("fake_slurm")
+
+
+def prepared(cwd: Path, target: str = "", **tables: Any) -> Prepared:
+    assignments = tuple(f"{table}.{key}={value}" for table, pairs in tables.items() for key, value in pairs.items())
+    return prepare(SubmitRequest(target=target, cwd=cwd, assignments=assignments))
+
+
+def test_paths_are_meant_from_where_submit_was_called(tmp_path: Path) -> None:
+    data = prepared(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
+    assert (data.path, data.validation_path) == (str(tmp_path / "a.txt"), str(tmp_path / "more" / "b.txt"))
+    own = {"kind": "own", "entry": "mine:make", "path": "cifar"}
+    assert prepared(tmp_path, data=own).spec.recipe.data.path == "cifar"
+
+
+def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
+    note = transaction.check_data(found)
+    assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' is not there")
+    local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
+        transaction.check_data(local)
+
+
+def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
+    write(tmp_path / "shards", [np.arange(count)], dtype="uint16")
+    return {"kind": "tokens", "path": "shards"}
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
+    data = shards(tmp_path)
+    assert transaction.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
+    with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
+        transaction.check_data(prepared(tmp_path, data=data))
+    # Of a model of the user's own the size is not known yet.
+    assert transaction.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
+
+
+def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
+    data = shards(tmp_path, 200)
+    with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
+        transaction.check_data(prepared(tmp_path, data=data))
+    assert transaction.check_data(prepared(tmp_path, data={**data, "pack": "true"})) is None
+
+
+def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
+        transaction.check_data(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+
+
+def package(folder: Path, name: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("def make(): ...\n")
+
+
+BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "own", "entry": "sets:make"}}
+
+
+def test_the_code_of_the_data_is_snapshotted_with_that_of_the_model(tmp_path: Path) -> None:
+    package(tmp_path, "sets")
+    alone = {"data": BOTH["data"], "model": {"entry": "installed:make"}}
+    assert prepared(tmp_path, **alone).code == tmp_path / "sets"
+    package(tmp_path, "nets")
+    assert prepared(tmp_path, **BOTH).code == tmp_path / "nets"
+
+
+def test_packages_in_two_places_of_one_repository(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    package(tmp_path / "src", "nets")
+    package(tmp_path / "work", "sets")
+    # From the folder beside it everything of the root and of src is found too, and not the other way round.
+    assert prepared(tmp_path / "work", **BOTH).code == tmp_path / "work" / "sets"
+
+
+def test_packages_that_no_snapshot_has_both_of(tmp_path: Path) -> None:
+    package(tmp_path / "a", "nets")
+    package(tmp_path / "b", "sets")
+    (tmp_path / "a" / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot have both: model.entry in .*/a, data.entry in .*/b"):
+        prepared(tmp_path / "b", "../a/run.toml", **BOTH)
