@@ -8,7 +8,7 @@ is cut into micro-batches nor on whether they are equally large.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +74,15 @@ class TrainStep:
         context: RankContext,
         groups: Groups,
         loss_scale: LossScale | None,
+        frozen: Callable[[], Iterable[nn.Parameter]] = tuple,
     ) -> None:
+        """``frozen`` says before each update what it leaves alone."""
         self._model = model
         self._optimizer = optimizer
         self._context = context
         self._groups = groups
         self._scale = loss_scale
+        self._frozen = frozen
         self._takes_samples = takes_samples(unwrap(model))
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
@@ -132,6 +135,8 @@ class TrainStep:
         return totals
 
     def _update(self, loss: torch.Tensor, count: torch.Tensor, clip_norm: float) -> Stepped:
+        for p in self._frozen():
+            p.grad = None  # so it is in no norm, and gets no state
         params = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
