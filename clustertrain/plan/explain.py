@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline
+from clustertrain.plan import advice, checks, crossing, kinds, notes, optimizer_state, pipeline
 from clustertrain.plan import counted as counts
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.spec import hardware
@@ -78,6 +78,10 @@ def layout(choice: Choice) -> None:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
         choice.warnings += notes.of_unseen_model(chosen, whose)
     choice.warnings += checks.of_device(given.precision, recipe.parallel, chosen, given.device, given.gpu)
+    if given.spec.script is None:
+        choice.warnings += optimizer_state.refuse(recipe.optim, chosen, given.kind, given.device)
+        if given.state is not None:
+            choice.reasons.append(f"optimizer {optimizer_state.words(recipe.optim, given.state, chosen)}")
     choice.warnings += crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
 
 

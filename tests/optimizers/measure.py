@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from clustertrain import clock, fsio
+from clustertrain import fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 from tests.optimizers.cells import DATA, GLOBAL_BATCH, LAYOUTS, LIMITS, MODEL, SEQ_LEN, STEPS

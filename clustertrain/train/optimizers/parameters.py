@@ -3,16 +3,14 @@ which modules it is in."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import accumulate
 
 from torch import nn
 
 from clustertrain.checkpoint.state import clean, unwrap
 from clustertrain.errors import ConfigError
+from clustertrain.spec.patterns import fits, near
 from clustertrain.train import data_parallel, stages
 from clustertrain.train.model import Decoder
 
@@ -52,28 +50,11 @@ class Parameters:
         Raises:
             ConfigError: there is none; ``key`` is what the pattern stands in.
         """
-        found = [n for n, d in self.by_name.items() if any(_fits(pattern, m) for m in d.modules)]
+        found = [n for n, d in self.by_name.items() if any(fits(pattern, m) for m in d.modules)]
         if not found:
-            modules = {name for d in self.by_name.values() for m in d.modules for name in _around(m)} - {""}
-            raise ConfigError(f"{key}: no module with parameters fits {pattern!r}", fix=_near(pattern, modules))
+            modules = {m for d in self.by_name.values() for m in d.modules}
+            raise ConfigError(f"{key}: no module with parameters fits {pattern!r}", fix=near(pattern, modules))
         return found
-
-
-def _around(module: str) -> list[str]:
-    """The module's name and those of the modules around it."""
-    return list(accumulate(module.split("."), "{}.{}".format))
-
-
-def _fits(pattern: str, module: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in _around(module))
-
-
-def _near(pattern: str, modules: Iterable[str]) -> str:
-    known = sorted(modules)
-    close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"at the top there are {', '.join(n for n in known if '.' not in n)}"
 
 
 def describe(model: nn.Module) -> Parameters:
