@@ -35,7 +35,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int
     trainable: int
     trainable_bytes: int
-    state_bytes: int = 0  # of the recipe's optimizer
+    state_bytes: int  # of the recipe's optimizer
     buffers: int
     buffer_bytes: int
     dtypes: dict[str, int]  # parameters by type

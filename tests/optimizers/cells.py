@@ -8,6 +8,7 @@ from typing import Any
 from clustertrain.plan.layout import Layout
 
 STEPS = 10
+THAW_STEP = 3  # of a resumed run
 GLOBAL_BATCH = 8
 SEQ_LEN = 16
 # Six heads of four: 24 and 64 divide by neither 4 shards nor 8, so that shards are uneven and some are empty.
@@ -51,4 +52,8 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
 }
 
-LIMITS: Mapping[str, float] = dict.fromkeys(CELLS, 1e-5)
+# The largest relative deviation of the loss in any step. Muon's iteration is in bf16, which rounds what the order of
+# summation has changed. SOAP rotates into eigenvectors, and those of a first gradient of low rank are arbitrary in its
+# null space: one process that takes the samples of a batch in another order is as far from itself. That the update of
+# shards is that of whole parameters bit by bit, given the same gradients, is tested by itself.
+LIMITS: Mapping[str, float] = {**dict.fromkeys(CELLS, 2e-6), "muon": 1e-4, "soap": 1e-2}
