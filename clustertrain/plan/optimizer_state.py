@@ -43,7 +43,7 @@ def state_bytes(spec: OptimSpec, shape: Sequence[int], *, hidden: bool) -> int:
         case "soap" if len(shape) > 1:
             return 8 * size + 2 * sum(4 * n * n for n in shape if n <= LARGEST_PRECONDITIONED)
         case "shampoo":
-            return 2 * sum(4 * n * n for n in shape)
+            return 2 * sum(4 * n * n for n in shape) + 4 * size  # and its last step, which it has no use for
         case "adamw8bit" if size >= _LEAST and size % _BLOCK == 0:
             return 2 * (size + 4 * size // _BLOCK)
         case _:

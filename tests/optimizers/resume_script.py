@@ -1,5 +1,5 @@
-"""What each rank does: train with one optimizer after another, each with checkpoints of its own in ``FOLDER``, up to
-``TOTAL`` steps; leaves the losses of the steps that it did in ``OUT``. Arguments: FOLDER, TOTAL, OUT, then names."""
+"""What each rank does: train a model with each of some optimizers, with checkpoints in ``FOLDER``, up to ``TOTAL``
+steps; leaves the losses of the steps that it did in ``OUT``. Arguments: FOLDER, TOTAL, OUT, then names."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ recipe, batch = load_spec(run).recipe, read_plan(run)[1]
 folder, total, out, names = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
 
 
-def losses(name: str) -> dict[str, list[float]]:
-    """By step its loss and gradient norm."""
+def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
+    """A model with its optimizer, by name in the state."""
     spec = OptimSpec(**CELLS[name])
-    found = {}
-    with ct.session(checkpoint_dir=folder / name) as session:
-        with torch.device("meta"):
-            model: torch.nn.Module = Decoder(recipe.model)
-        # The norms of the last layer of all; what is frozen for good has no state and is in no norm.
-        model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
-        groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
-        optimizer = session.optimizer(spec.name, groups, **catalogue.options(spec, text=True, device=session.device))
-        rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
-        data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}
-        for step in session.steps(total, state):
-            rate.apply(optimizer, step + 1)
-            done = session.train_step(next(data), cross_entropy, clip_norm=1.0)
-            found[str(step + 1)] = [float(done.loss), float(done.grad_norm)]
-    return found
+    with torch.device("meta"):
+        model: torch.nn.Module = Decoder(recipe.model)
+    # The last norm too, which is another stage's; what is frozen for good has no state and is in no norm.
+    model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
+    groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
+    session._train_step = None  # several models in one session, which no script has a use for
+    optimizer = session.optimizer(spec.name, groups, **catalogue.options(spec, text=True, device=session.device))
+    rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
+    data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
+    return session._train_step, {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}
 
 
-found = {name: losses(name) for name in names}
-if os.environ["RANK"] == "0":
-    out.write_text(json.dumps(found))
+found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+with ct.session(checkpoint_dir=folder) as session:
+    parts = {name: made(session, name) for name in names}
+    state = {f"{key}-{name}": value for name, (_, part) in parts.items() for key, value in part.items()}
+    for step in session.steps(total, state):
+        for name, (session._train_step, part) in parts.items():
+            part["schedule"].apply(part["optimizer"], step + 1)
+            done = session.train_step(next(part["data"]), cross_entropy, clip_norm=1.0)
+            found[name][str(step + 1)] = [float(done.loss), float(done.grad_norm)]
+    if session.is_main:
+        out.write_text(json.dumps(found))

@@ -75,8 +75,8 @@ def difference(session: ct.Session, name: str) -> tuple[float, str]:
     model, alone = session.parallelize(built(session)), built(session)
     session._train_step = None  # one optimizer after another, which no script has a use for
     optimizer = session.optimizer(spec.name, **options)
-    groups = Groups(None, None, None, None)
-    plain = making.make(spec.name, None, dict(options), model=alone, known=describe(alone), context=ALONE, groups=groups)
+    groups, known = Groups(None, None, None, None), describe(alone)
+    plain = making.make(spec.name, None, dict(options), model=alone, known=known, context=ALONE, groups=groups)
     pairs = list(zip(model.named_parameters(), alone.parameters(), strict=True))
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

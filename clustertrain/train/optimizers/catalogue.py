@@ -55,7 +55,7 @@ KINDS: Mapping[OptimizerName, Kind] = {
     "muon": Kind("torch.optim", "Muon", whole=True, of_matrices=True),
     "soap": Kind("pytorch_optimizer", "SOAP", whole=True, extra=_KEPT),
     "shampoo": Kind("pytorch_optimizer", "Shampoo", whole=True, of_matrices=True, extra=_KEPT),
-    "adamw8bit": Kind("clustertrain.train.optimizers.eight_bit", "AdamW8bit", whole=True, extra="fp8"),
+    "adamw8bit": Kind("clustertrain.train.optimizers.eight_bit", "AdamW8bit", whole=True, extra=_KEPT),
 }
 
 

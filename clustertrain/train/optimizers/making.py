@@ -51,6 +51,7 @@ def make(
         params = [p for p in model.parameters() if p.requires_grad]
     listed = list(params)
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    rated = ["lr" in group for group in given]  # the optimizer writes into them
     whole = catalogue.needs_whole(cls)
     sharded = groups.mesh is not None and (context.layout.fully_sharded or context.layout.tp > 1)
     sharing = mesh.sharing(groups.mesh) if whole and sharded and groups.mesh is not None else None
@@ -69,8 +70,8 @@ def make(
         made = data_parallel.split_optimizer(build, given)
     else:
         made = build(given)
-    for group, own in zip(made.param_groups, given, strict=True):
-        if LR_SCALE in group and "lr" not in own:
+    for group, own in zip(made.param_groups, rated, strict=True):
+        if LR_SCALE in group and not own:
             group["lr"] = group["lr"] * group[LR_SCALE]
     return made
 
