@@ -154,7 +154,10 @@ def words(spec: OptimSpec, state: State, layout: Layout) -> str:
     if spec.name in OF_MATRICES:
         parts.append("for the hidden matrices, adamw for the rest")
     if spec.name in WHOLE and gathers(spec, layout):
-        parts.append("each parameter is updated whole by the one rank that has its state, in two exchanges a step")
+        parts.append(
+            "each parameter is updated whole by the one rank that has its state, in two exchanges a step, "
+            "which the predicted time leaves out"
+        )
     parts.append(f"weight decay {spec.weight_decay:g} but for norms, biases and embeddings")
     if spec.layer_decay != 1:
         parts.append(f"lr x {spec.layer_decay:g} for each layer below the head")

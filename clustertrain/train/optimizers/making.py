@@ -49,8 +49,7 @@ def make(
         params = parameter_groups(model, known, weight_decay=decay, hidden_apart=pair)
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad]
-    listed = list(params)
-    given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    given = _listed(params)
     rated = ["lr" in group for group in given]  # the optimizer writes into them
     whole = catalogue.needs_whole(cls)
     sharded = groups.mesh is not None and (context.layout.fully_sharded or context.layout.tp > 1)
@@ -73,6 +72,21 @@ def make(
     for group, own in zip(made.param_groups, rated, strict=True):
         if LR_SCALE in group and not own:
             group["lr"] = group["lr"] * group[LR_SCALE]
+    return made
+
+
+def _listed(params: Any) -> list[dict[str, Any]]:
+    """``params`` as groups. Raises ConfigError: there is none on this rank."""
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    made = [
+        {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in groups
+    ]
+    if not any(group["params"] for group in made):
+        raise ConfigError(
+            "the optimizer has nothing to train on this rank",
+            fix="let each pipeline stage have something that is not frozen: parallel.split, or a smaller pp",
+        )
     return made
 
 
