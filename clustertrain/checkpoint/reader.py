@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -268,6 +268,7 @@ class Reader:
         saved = self._manifest.values[key]
         current = objects.optimizer_state(optimizer, names, key)["groups"]
         found = self._match_groups(key, saved["groups"], [g["params"] for g in current], of_whole)
+        self._check_kind(key, optimizer.param_groups, found)
         options = [self._options(g, s) for g, s in zip(optimizer.param_groups, found, strict=True)]
         loads: list[Finish] = []
         for kept in objects.keepers(optimizer):
@@ -291,6 +292,16 @@ class Reader:
                 group.update(option)
 
         return finish
+
+    def _check_kind(self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]) -> None:
+        """Raises CheckpointError: the state would be another optimizer's."""
+        for group, there in zip(groups, saved, strict=True):
+            here = group.get(objects.OPTIMIZER)
+            if here and there and there.get(objects.OPTIMIZER, here) != here:
+                raise CheckpointError(
+                    f"{self._folder}: the optimizer {key!r} is {here}, and the one saved {there[objects.OPTIMIZER]}",
+                    fix="keep optim.name for a run, or begin a new one",
+                )
 
     def _options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
         """The options of ``saved``; those of ``group`` itself where there is none."""

@@ -27,6 +27,9 @@ from clustertrain.errors import CheckpointError
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+OPTIMIZER = "optimizer"  # in a parameter group: the name of what its state is of
+
+
 @dataclass(frozen=True)
 class Block:
     """This rank's part of a logical tensor. ``local`` shares its memory with the live object.

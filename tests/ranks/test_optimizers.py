@@ -4,10 +4,12 @@ process, and what one layout saves another one goes on with. The whole table is 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.optimizer_state import WHOLE
@@ -50,7 +52,7 @@ def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
 
 
 # What each goes on from where the one before has ended, after so many steps.
-CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7))
+CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7), ("hsdp", 8))
 SHAPES = {**LAYOUTS, "zero1": Layout(strategy="zero1", dp_replicate=2, zero1=True), "one": Layout()}
 OF_CHAIN = ("muon", "lamb", "soap", "adamw8bit")
 
@@ -70,6 +72,39 @@ def test_what_one_layout_saves_another_one_goes_on_with(tmp_path: Path) -> None:
                 if layout == "fsdp":
                     assert [loss, norm] == sharded[name][step], (name, step)
         done = total
+
+
+def test_the_trainer_takes_them_from_its_recipe(tmp_path: Path) -> None:
+    optim = {
+        "name": "muon",
+        "lr": 3e-3,
+        "layer_decay": 0.5,
+        "lr_scale": {"head": 2.0},
+        "freeze": ["embed", "layers.0"],
+        "unfreeze": [{"step": 3, "modules": ["layers.0.attention"]}],
+    }
+    found = {}
+    for layout, ranks in (("fsdp", 2), ("zero1", 2)):
+        shape = Layout(strategy=layout, dp_shard=2) if layout == "fsdp" else SHAPES[layout]
+        run = make_run(tmp_path / layout, shape, ranks, steps=4, global_batch=8)
+        document = tomllib.loads(run.spec.read_text())
+        document["recipe"]["optim"] = optim
+        run.spec.write_text(tomli_w.dumps(document))
+        with one_thread():
+            attempt = Ranks(run, ranks).expect(0)
+        (told,) = attempt.events("optimizer")
+        found[layout] = attempt.losses()
+        assert told["optimizer"] == "muon" and told["frozen"] == 256 * 32 + 32 * 128 * 3 + 2 * 32
+        groups = {g["group"]: (g["weight_decay"], g["lr_scale"]) for g in told["groups"]}
+        assert groups == {
+            "hidden matrices, decay, lr x 0.5": (0.1, 0.5),
+            "hidden matrices, decay, lr x 0.25": (0.1, 0.25),
+            "decay, lr x 2": (0.1, 2.0),
+            "no decay": (0.0, 1.0),
+            "no decay, lr x 0.5": (0.0, 0.5),
+        }
+    for step, (loss, norm) in found["fsdp"].items():
+        assert found["zero1"][step] == pytest.approx((loss, norm), rel=1e-3)
 
 
 def losses(folder: Path, layout: str, total: int, n: int = 0) -> dict[str, dict[str, Any]]:

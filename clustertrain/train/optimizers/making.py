@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clustertrain.checkpoint.state import OPTIMIZER
 from clustertrain.errors import ConfigError
 from clustertrain.train import data_parallel, mesh
 from clustertrain.train.context import RankContext
@@ -50,6 +51,8 @@ def make(
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad]
     given = _listed(params)
+    if isinstance(what, str):
+        given = [{**group, OPTIMIZER: what} for group in given]
     rated = ["lr" in group for group in given]  # the optimizer writes into them
     whole = catalogue.needs_whole(cls)
     sharded = groups.mesh is not None and (context.layout.fully_sharded or context.layout.tp > 1)
@@ -77,8 +80,8 @@ def make(
 
 def _listed(params: Any) -> list[dict[str, Any]]:
     """``params`` as groups. Raises ConfigError: there is none on this rank."""
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     made = [
         {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in groups
     ]

@@ -12,6 +12,7 @@ from torch import nn
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.engines import ENGINES
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.errors import CheckpointError
 from clustertrain.spec.optim import OptimSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue, making
@@ -82,3 +83,12 @@ def test_it_comes_back_before_the_first_step_too(name: str, tmp_path: Path) -> N
         train(state, 0, 2)
     for a, b in zip(saved["model"].parameters(), back["model"].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_state_of_another_optimizer_is_not_taken(tmp_path: Path) -> None:
+    saved = made("adamw")
+    train(saved, 0, 1)
+    assert manager(tmp_path, "raw").save(1, saved, {}) is not None
+    with pytest.raises(CheckpointError, match="is lamb, and the one saved adamw") as caught:
+        manager(tmp_path, "raw").restore(made("lamb"))
+    assert "optim.name" in caught.value.fix
