@@ -246,6 +246,14 @@ def test_muon_without_matrices_or_without_groups_is_refused(session: ct.Session)
     assert "muon" in caught.value.fix
 
 
+def test_an_optimizer_without_parameters_says_so(session: ct.Session) -> None:
+    session.parallelize(three())
+    for nothing in ([], [{"params": []}]):
+        with pytest.raises(ConfigError, match="nothing to train on this rank") as caught:
+            session.optimizer("adamw", nothing, lr=0.1)
+    assert "pipeline stage" in caught.value.fix
+
+
 def test_a_missing_package_says_what_to_install(session: ct.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     session.parallelize(three())
