@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape chaos-checkpoint gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape optimizers chaos-checkpoint gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -58,6 +58,9 @@ parity: setup ## every layout against one process, the whole table; writes bench
 
 reshape: setup ## what each layout saves, loaded by each, the whole table; writes benchmarks/results/reshape.json
 	$(BIN)/python -m tests.reshape
+
+optimizers: setup ## every optimizer under every layout against one process; writes benchmarks/results/optimizers.json
+	$(BIN)/python -m tests.optimizers
 
 chaos-checkpoint: setup ## 100 short runs to which things happen, each brought to its end; CHAOS='--seed S --rounds N'
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import optim
 from clustertrain.train.model import Decoder
+from clustertrain.train.optimizers import catalogue
+from clustertrain.train.optimizers.groups import groups_of_whole
 from clustertrain.train.schedule import LearningRate
 from clustertrain.train.text import ByteText
 
@@ -39,8 +40,8 @@ class Bare:
             for block in model.layers.values():
                 fully_shard(block, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
-        groups = optim.decay_groups(model, recipe.optim.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, device))
+        groups = groups_of_whole(model, recipe.optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(groups, **catalogue.options(recipe.optim, text=True, device=device))
         self._model: Any = model
         if layout.strategy == "ddp":
             self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)

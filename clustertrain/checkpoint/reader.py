@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -272,26 +272,40 @@ class Reader:
         saved = self._manifest.values[key]
         current = objects.optimizer_state(optimizer, names, key)["groups"]
         found = self._match_groups(key, saved["groups"], [g["params"] for g in current], of_whole)
+        self._check_kind(key, optimizer.param_groups, found)
         options = [self._options(g, s) for g, s in zip(optimizer.param_groups, found, strict=True)]
-        # ZeRO-1 keeps the state of some of the parameters, in groups that stand in the same order.
-        keeper = objects.keeper(optimizer)
-        state: dict[int, Any] = {}
-        groups, first = [], 0
-        for group, option in zip(keeper.param_groups, options, strict=True):
-            for i, p in enumerate(group["params"], start=first):
-                slot = saved["state"].get(names[id(p)])
-                if slot:
-                    state[i] = tree.decode(slot, functools.partial(self._like, p), self._whole)
-            groups.append({**option, "params": list(range(first, first + len(group["params"])))})
-            first += len(group["params"])
+        loads: list[Finish] = []
+        for kept in objects.keepers(optimizer):
+            # Those inside another one get its options at the next step.
+            own = options if kept.optimizer is optimizer else [dict(g) for g in kept.optimizer.param_groups]
+            state: dict[int, Any] = {}
+            groups, first = [], 0
+            for group, option in zip(kept.optimizer.param_groups, own, strict=True):
+                for i, p in enumerate(group["params"], start=first):
+                    slot = saved["state"].get(names[id(kept.of(p))])
+                    if slot:
+                        state[i] = tree.decode(slot, functools.partial(self._like, p), self._whole)
+                groups.append({**option, "params": list(range(first, first + len(group["params"])))})
+                first += len(group["params"])
+            content = {"state": state, "param_groups": groups}
+            loads.append(functools.partial(kept.optimizer.load_state_dict, content))
 
         def finish() -> None:
-            keeper.load_state_dict({"state": state, "param_groups": groups})
-            if keeper is not optimizer:
-                for group, option in zip(optimizer.param_groups, options, strict=True):
-                    group.update(option)
+            _call_all(loads)
+            for group, option in zip(optimizer.param_groups, options, strict=True):
+                group.update(option)
 
         return finish
+
+    def _check_kind(self, key: str, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any] | None]) -> None:
+        """Raises CheckpointError: the state would be another optimizer's."""
+        for group, there in zip(groups, saved, strict=True):
+            here = group.get(objects.OPTIMIZER)
+            if here and there and there.get(objects.OPTIMIZER, here) != here:
+                raise CheckpointError(
+                    f"{self._folder}: the optimizer {key!r} is {here}, and the one saved {there[objects.OPTIMIZER]}",
+                    fix="keep optim.name for a run, or begin a new one",
+                )
 
     def _options(self, group: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
         """The options of ``saved``; those of ``group`` itself where there is none."""

@@ -27,6 +27,9 @@ from clustertrain.errors import CheckpointError
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+OPTIMIZER = "optimizer"  # in a parameter group: the name of what its state is of
+
+
 @dataclass(frozen=True)
 class Block:
     """This rank's part of a logical tensor. ``local`` shares its memory with the live object.
@@ -143,23 +146,41 @@ def _names_of(params: Iterable[torch.Tensor], names: Mapping[int, str], key: str
     return found
 
 
-def keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that has the state of this rank's parameters: ZeRO-1's is one inside, over those it updates."""
+@dataclass(frozen=True)
+class Kept:
+    """An optimizer that has state on this rank. ``outer``: by id() of its parameters the model's parameter that each
+    stands for; None: they are the model's own."""
+
+    optimizer: torch.optim.Optimizer
+    outer: Mapping[int, torch.Tensor] | None = None
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def of(self, p: torch.Tensor) -> torch.Tensor:
+        return p if self.outer is None else self.outer[id(p)]
+
+
+def keepers(optimizer: torch.optim.Optimizer) -> list[Kept]:
+    """The optimizers that have the state of this rank's parameters: ``optimizer`` itself, ZeRO-1's one inside, which is
+    over those it updates, or what an optimizer made of others names in a method ``keepers``."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        return optimizer.optim  # type: ignore[no-any-return]
-    return optimizer
+        return keepers(optimizer.optim)
+    inside = getattr(optimizer, "keepers", None)
+    return inside() if callable(inside) else [Kept(optimizer)]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
     """Groups with parameters by name, and by name the state of each parameter that has one on this rank."""
     groups = [{**_plain(g), "params": _names_of(g["params"], names, key)} for g in optimizer.param_groups]
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    state = keeper(optimizer).state
-    return {
-        "groups": groups,
-        "state": {n: state[p] for n, p in zip(_names_of(params, names, key), params, strict=True) if p in state},
-    }
+    state: dict[str, Any] = {}
+    for kept in keepers(optimizer):
+        params = [p for p in kept.params if p in kept.optimizer.state]
+        of_kept = _names_of(map(kept.of, params), names, key)
+        state.update((name, kept.optimizer.state[p]) for name, p in zip(of_kept, params, strict=True))
+    return {"groups": groups, "state": state}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,8 +133,10 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
         rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
     elif memory.params_gib is not None:
-        states = f"parameters {memory.params_gib:.2f}, gradients {memory.grads_gib:.2f}"
-        rows.append(("memory", f"{states}, optimizer {memory.optimizer_gib:.2f} GiB a rank; activations not known"))
+        known = {"parameters": memory.params_gib, "gradients": memory.grads_gib, "optimizer": memory.optimizer_gib}
+        states = ", ".join(f"{name} {gib:.2f}" for name, gib in known.items() if gib is not None)
+        unknown = "activations" if memory.optimizer_gib is not None else "optimizer and activations"
+        rows.append(("memory", f"{states} GiB a rank; {unknown} not known"))
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
         mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""

@@ -8,8 +8,6 @@ from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.plan.memory import GIB, GRAD_BYTES, Memory, overhead_bytes
 
-MOMENTS = 2  # of AdamW, each of the parameter's own size and type
-
 
 class Unit(msgspec.Struct, frozen=True):
     """A module of the model by its name, and how many parameters it has."""
@@ -37,6 +35,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int
     trainable: int
     trainable_bytes: int
+    state_bytes: int  # of the recipe's optimizer
     buffers: int
     buffer_bytes: int
     dtypes: dict[str, int]  # parameters by type
@@ -55,7 +54,7 @@ def memory(model: Counted, layout: Layout, run: Pass, capacity_gib: float | None
     shards = layout.dp_shard * layout.cp if layout.sharded else 1
     held = 0 if layout.offload else 1 / (even * shards)
     params, grads = model.parameter_bytes * held, model.trainable_bytes * held
-    optimizer = MOMENTS * grads / (layout.dp_replicate if layout.zero1 else 1)
+    optimizer = model.state_bytes * held / (layout.dp_replicate if layout.zero1 else 1)
     if layout.fully_sharded:
         whole_params, whole_grads = _gathered_bytes(model, layout, run)
         params, grads = params + whole_params / even, grads + whole_grads / even
@@ -79,7 +78,7 @@ def memory(model: Counted, layout: Layout, run: Pass, capacity_gib: float | None
     )
 
 
-def _gathered_bytes(model: Counted, layout: Layout, run: Pass) -> tuple[int, int]:
+def _gathered_bytes(model: Counted, layout: Layout, run: Pass) -> tuple[float, float]:
     """Whole parameters and gradients at the peak of a sharded rank, as :mod:`clustertrain.plan.memory` counts those of
     the decoder: what is in no unit, and the running and the prefetched unit, or all that stay gathered. A model without
     units is gathered as one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clustertrain.plan import advice, checks, crossing, kinds, notes, pipeline
+from clustertrain.plan import advice, checks, crossing, kinds, notes, optimizer_state, pipeline
 from clustertrain.plan import counted as counts
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.spec import hardware
@@ -89,6 +89,9 @@ def layout(choice: Choice) -> None:
         )
         choice.reasons += reasons
         choice.warnings += warnings
+        choice.warnings += optimizer_state.refuse(recipe.optim, chosen, given.kind, given.device)
+        if given.state is not None:
+            choice.reasons.append(f"optimizer {optimizer_state.words(recipe.optim, given.state, chosen)}")
     choice.warnings += crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
 
 

@@ -8,6 +8,7 @@ from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, kinds, pipeline
 from clustertrain.plan import counted as counts
 from clustertrain.plan import memory as memories
+from clustertrain.plan import optimizer_state as states
 from clustertrain.plan import stack as stacks
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.counted import Counted
@@ -41,8 +42,11 @@ class Given:
         self.limit = SAFE_FRACTION * (self.capacity or self.assumed)
         model = spec.recipe.model
         self.decoder = model if spec.script is None and model.is_decoder else None  # whose memory can be estimated
+        self.kind = "" if model.entry else model.kind
         self.gpu_name = self.gpu.name if self.gpu else ""
-        self.stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
+        self.state = states.of_decoder(spec.recipe.optim, self.decoder) if self.decoder is not None else None
+        stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
+        self.stack = stacks.updated_by(stack, spec.recipe.optim, self.state) if self.state is not None else stack
 
     def wanted(self) -> tuple[Strategy | None, str]:
         """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
@@ -117,6 +121,8 @@ class Given:
             checks.of_model(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
         elif self.spec.script is None:
             kinds.whole(self.spec.recipe.model, layout)
+        if self.spec.script is None:
+            states.refuse(self.spec.recipe.optim, layout, self.kind, self.device)
         return layout
 
     def problem(self, strategy: Strategy | None) -> Problem | None:
@@ -181,7 +187,7 @@ class Given:
         if self.own is not None:
             return counts.memory(self.own, layout, self.pass_of(layout, micro_batch), self.capacity)
         if self.decoder is None:
-            return kinds.states(self.spec.recipe.model, layout, self.capacity)
+            return kinds.states(self.spec.recipe, layout, self.capacity)
         return memories.of_rank(self.decoder, layout, self.pass_of(layout, micro_batch), self.capacity, self.stack)
 
     def split_and_need(self, layout: Layout) -> tuple[Batch, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import nearest
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, GRAD_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES, Memory
-from clustertrain.spec.recipe import ModelSpec
+from clustertrain.plan.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, Memory
+from clustertrain.plan.optimizer_state import BY_SHAPE, state_bytes
+from clustertrain.spec.recipe import ModelSpec, Recipe
 
 LARGEST_MICRO_BATCH = 32  # samples, where it is not known what a larger one needs
 
@@ -42,15 +43,18 @@ def check_groups(model: ModelSpec, global_batch: int, micro_batch: int, data_par
             )
 
 
-def states(model: ModelSpec, layout: Layout, capacity_gib: float | None) -> Memory:
-    """The model states that a rank keeps; activations, and so the peak, are not estimated. Of an entry nothing is."""
+def states(recipe: Recipe, layout: Layout, capacity_gib: float | None) -> Memory:
+    """The model states that a rank keeps; activations, and so the peak, are not estimated. Of an entry nothing is, and
+    no optimizer state where it depends on shapes that are not counted here."""
+    model = recipe.model
     if model.entry:
         return Memory(capacity_gib=capacity_gib)
     held = model.parameters() / (layout.dp_shard if layout.sharded else 1)
-    optimizer = held / (layout.dp_replicate if layout.zero1 else 1)
+    updated = held / (layout.dp_replicate if layout.zero1 else 1)
+    known = recipe.optim.name not in BY_SHAPE
     return Memory(
         params_gib=held * WEIGHT_BYTES / GIB,
         grads_gib=held * GRAD_BYTES / GIB,
-        optimizer_gib=optimizer * OPTIMIZER_BYTES / GIB,
+        optimizer_gib=updated * state_bytes(recipe.optim, (1,), hidden=True) / GIB if known else None,
         capacity_gib=capacity_gib,
     )

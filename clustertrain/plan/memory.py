@@ -16,12 +16,8 @@ from clustertrain.plan.stack import CLUSTERTRAIN, Stack
 GIB = 1024**3
 # What a search lets a rank need of its memory.
 SAFE_FRACTION = 0.8  # of 454 runs none whose estimate lay below 80 % of the memory ran out of it (arXiv 2411.06465)
-# Of the built-in trainer: fp32 weights, which bf16 training keeps too, fp32 gradients, AdamW's two fp32 moments.
-WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = (
-    CLUSTERTRAIN.weight_bytes,
-    CLUSTERTRAIN.grad_bytes,
-    CLUSTERTRAIN.optimizer_bytes,
-)
+# Of the built-in trainer: fp32 weights, which bf16 training keeps too, fp32 gradients.
+WEIGHT_BYTES, GRAD_BYTES = CLUSTERTRAIN.weight_bytes, CLUSTERTRAIN.grad_bytes
 CONTEXT_BYTES = GIB  # CUDA context and libraries: 0.5 to 0.9 GiB (stas00/ml-engineering)
 
 
@@ -82,8 +78,8 @@ def _of_part(
         if kept is not None:
             kept[key] = counted
     activations, logits = counted
-    update = stack.update_bytes / stack.optimizer_bytes
-    allocated = params + grads + optimizer + max(activations + logits, optimizer * update)
+    # That of activations is free again by the time of the update.
+    allocated = params + grads + optimizer + max(activations + logits, _update_bytes(optimizer, layout, stack))
     overhead = overhead_bytes(allocated, layout, run, stack)
     peak = allocated + overhead
     return Memory(
@@ -97,6 +93,17 @@ def _of_part(
         capacity_gib=capacity_gib,
         fits=None if capacity_gib is None else peak / GIB <= capacity_gib,
     )
+
+
+def _update_bytes(optimizer: float, layout: Layout, stack: Stack) -> float:
+    if not stack.optimizer_bytes or (stack.gathers and not _in_parts(layout)):
+        return 0.0
+    return optimizer / stack.optimizer_bytes * stack.update_bytes
+
+
+def _in_parts(layout: Layout) -> bool:
+    """Whether ranks have shards of parameters."""
+    return layout.tp > 1 or (layout.sharded and layout.dp_shard * layout.cp > 1)
 
 
 def overhead_bytes(allocated: float, layout: Layout, run: Pass, stack: Stack = CLUSTERTRAIN) -> float:
@@ -118,6 +125,8 @@ def _states(model: Decoder, layout: Layout, run: Pass, part: Part, stack: Stack)
     params, grads, optimizer = (
         on_device * n for n in (stack.weight_bytes, stack.grad_bytes, stack.optimizer_bytes)
     )  # fmt: skip
+    if stack.gathers and _in_parts(layout):
+        optimizer = max(optimizer, stack.largest_state)
     if layout.offload and not stack.offloads_weights:
         params = held * stack.weight_bytes
     if layout.sharded or (layout.fully_sharded and stack.wraps_parts):
@@ -148,7 +157,7 @@ def _end_parameters(model: Decoder, layout: Layout, part: Part) -> int:
     return tables * model.vocab_size * model.dim // layout.tp + (model.dim if part.head else 0)
 
 
-def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass, stack: Stack) -> tuple[int, int]:
+def _gathered_bytes(blocks: int, block: int, ends: int, layout: Layout, run: Pass, stack: Stack) -> tuple[float, float]:
     """Whole parameters and whole gradients that a sharded rank holds at its peak.
 
     Embeddings and head are whole for the length of a pass; of the blocks the running and the prefetched one, or all

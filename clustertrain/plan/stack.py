@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from clustertrain.plan.optimizer_state import GATHER_BYTES, WHOLE, State
+from clustertrain.spec.optim import OptimSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
@@ -28,12 +31,14 @@ class Stack:
     name: str
     words: str = ""  # regular expression that tells it from a table's source and note
     weight_bytes: int = 4
-    grad_bytes: int = 4
-    optimizer_bytes: int = 8
+    grad_bytes: float = 4
+    optimizer_bytes: float = 8
     reduce_bytes: int = 4
     logit_bytes: float = 14
     offloads_weights: bool = True  # with offload, besides gradients and optimizer
     update_bytes: int = 0  # a parameter, that the optimizer's step takes for a moment, activations being gone by then
+    gathers: bool = False  # update_bytes are for whole parameters of which ranks have shards, if they do
+    largest_state: int = 0  # bytes of the parameter with the largest state, where that is on one rank as a whole
     buffers_gib: float = 0.5  # buckets and NCCL's own, with more than one rank
     plain_attention: bool = False
     plain_norms: bool = False  # eager norms keep fp32 copies
@@ -118,6 +123,19 @@ def find(text: str) -> Stack:
 
 def named(name: str) -> Stack:
     return next(stack for stack in STACKS if stack.name == name)
+
+
+def updated_by(stack: Stack, optim: OptimSpec, state: State) -> Stack:
+    """With the optimizer of a recipe; what is not trained has no gradient."""
+    whole = optim.name in WHOLE
+    return replace(
+        stack,
+        optimizer_bytes=state.bytes,
+        grad_bytes=stack.grad_bytes * state.trained,
+        update_bytes=GATHER_BYTES if whole else stack.update_bytes,
+        gathers=whole,
+        largest_state=state.largest if whole else 0,
+    )
 
 
 def compiled_blocks(stack: Stack) -> Stack:

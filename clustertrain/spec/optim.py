@@ -34,10 +34,10 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     name: OptimizerName = "adamw"
     lr: float = 3e-4
     lr_batch: int = 0  # the global batch that lr was found for; 0: not said. The plan tells what another one asks for
-    betas: tuple[float, float] | None = None  # None: (0.9, 0.95) for models of text, (0.9, 0.999) for others
+    betas: tuple[float, float] | None = None  # None: see betas_for
     eps: float = 1e-8
     weight_decay: float = 0.1
-    momentum: float = 0.9  # sgd, lars, muon
+    momentum: float | None = None  # sgd, lars: None is 0.9; muon: None is 0.95
     nesterov: bool = False  # sgd
     layer_decay: float = 1.0  # lr of a layer is that of the one above it times this; 1: the same for all
     lr_scale: dict[str, float] = {}  # by pattern of module names what their lr is multiplied by
@@ -53,8 +53,8 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             positive(name, getattr(self, name))
         for beta in self.betas or ():
             within("betas", beta, 0.0, 0.999999)
-        within("momentum", self.momentum, 0.0, 0.999999)
-        if self.nesterov and not self.momentum:
+        within("momentum", self.momentum_in_use, 0.0, 0.999999)
+        if self.nesterov and not self.momentum_in_use:
             raise ValueError("nesterov needs a momentum greater than 0")
         positive("layer_decay", self.layer_decay)
         within("layer_decay", self.layer_decay, 0.0, 1.0)
@@ -68,13 +68,13 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def betas_for(self, *, text: bool) -> tuple[float, float]:
         """The betas in use. (0.9, 0.95) is what language models take since GPT-3 (arXiv 2005.14165, appendix B); 0.999
-        is that of Adam (arXiv 1412.6980)."""
-        return self.betas or ((0.9, 0.95) if text else (0.9, 0.999))
+        is that of Adam (arXiv 1412.6980). Lion (arXiv 2302.06675) and SOAP (arXiv 2409.11321) have their authors'."""
+        return self.betas or _BETAS.get(self.name) or ((0.9, 0.95) if text else (0.9, 0.999))
+
+    @property
+    def momentum_in_use(self) -> float:
+        """0.95 is that of Muon's author (kellerjordan.github.io/posts/muon)."""
+        return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
 
-# Bytes of optimizer state for each parameter, in fp32 unless the name says otherwise. Adafactor keeps a row and a
-# column of a matrix, SOAP and Shampoo two square matrices each: what depends on shapes is counted where they are known.
-STATE_BYTES: Mapping[OptimizerName, int] = {
-    "adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0, "lion": 4, "lamb": 8, "lars": 4, "muon": 4, "soap": 8,
-    "shampoo": 4, "adamw8bit": 2,
-}  # fmt: skip
+_BETAS: Mapping[str, tuple[float, float]] = {"lion": (0.9, 0.99), "soap": (0.95, 0.95)}

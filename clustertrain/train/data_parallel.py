@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,11 +97,13 @@ def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses 
     return sent.get_future().then(lambda done: whole.copy_(done.value()[0]))
 
 
-def split_optimizer(cls: type[torch.optim.Optimizer], params: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+def split_optimizer(
+    build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """ZeRO-1: each rank keeps the state of, and updates, whole parameters of its own and sends them to the others."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(params, optimizer_class=cls, **options)
+    return ZeroRedundancyOptimizer(groups, optimizer_class=build)  # type: ignore[arg-type]
 
 
 def synchronise(model: nn.Module, *, last: bool, defer: bool = True) -> AbstractContextManager[None]:

@@ -9,10 +9,11 @@ from torch import nn
 
 from clustertrain.plan.layout import Batch
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import data_told, optim
+from clustertrain.train import data_told
 from clustertrain.train.data import Loader
 from clustertrain.train.evaluation.of_recipe import of_recipe
 from clustertrain.train.models import Task, task
+from clustertrain.train.optimizers import catalogue
 from clustertrain.train.schedule import LearningRate
 from clustertrain.train.session import Session, session
 from clustertrain.train.stability.clipping import Clipping
@@ -39,9 +40,12 @@ class Trainer:
 def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
     """The parts that ``recipe`` names. ``batch`` is the plan's split of the global batch."""
     what = task(recipe)
-    model = s.parallelize(what.model)
-    groups = optim.decay_groups(model, recipe.optim.weight_decay)
-    optimizer = s.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe, s.device))
+    optim = recipe.optim
+    model = s.parallelize(what.model, freeze=optim.freeze, unfreeze=[(u.step, u.modules) for u in optim.unfreeze])
+    groups = s.parameter_groups(
+        optim.name, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, lr_scale=optim.lr_scale
+    )
+    optimizer = s.optimizer(optim.name, groups, **catalogue.options(optim, text=recipe.is_text, device=s.device))
     data = s.loader(
         what.dataset,
         global_batch=batch.global_batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -90,6 +91,21 @@ def open_groups(context: RankContext, timeout_s: float) -> Groups:
     stop = dist.new_group(backend="gloo", timeout=timeout)
     checkpoint = dist.new_group(backend="gloo", timeout=timeout)
     return Groups(mesh, sequence, stop, checkpoint)
+
+
+def sharing(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks over which parameters are sharded, whether by data or by tensor parallel; None: this one alone.
+    Collective over all ranks where it is by both."""
+    names = mesh.mesh_dim_names or ()
+    dims = [i for i, n in enumerate(names) if n in ("dp_shard", "tp") and mesh.size(i) > 1]
+    if len(dims) <= 1:
+        return mesh.get_group(dims[0]) if dims else None
+    last = tuple(range(mesh.ndim - len(dims), mesh.ndim))
+    found = None
+    for ranks in mesh.mesh.movedim(dims, last).flatten(last[0]).reshape(-1, math.prod(map(mesh.size, dims))).tolist():
+        group = dist.new_group(ranks)
+        found = group if dist.get_rank() in ranks else found
+    return found
 
 
 def close_groups() -> None:

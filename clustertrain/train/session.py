@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -34,12 +35,15 @@ from clustertrain.train.keeping import Keeping
 from clustertrain.train.leaving import Leaving
 from clustertrain.train.marks import Marks
 from clustertrain.train.metrics import Scalar
+from clustertrain.train.optimizers import catalogue, making, parameters
+from clustertrain.train.optimizers.groups import LABEL, parameter_groups, trained
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.places import Places
 from clustertrain.train.precision import LossScale, apply_matmul_precision, autocast
 from clustertrain.train.profiling import Profiler
 from clustertrain.train.recorder import Recorder
 from clustertrain.train.samples import Limits
+from clustertrain.train.schedule import LR_SCALE
 from clustertrain.train.spending import Spending
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.supervisor import Back
@@ -47,6 +51,8 @@ from clustertrain.train.stability.warnings import Warnings
 from clustertrain.train.stability.watch import STATE, Watch
 from clustertrain.train.step import Loss, Stepped, TrainStep
 from clustertrain.train.stop import StopAgreement, StopFlag
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1
 DEFAULT_MICRO_BATCH = 8  # of an evaluation, where nothing else tells
@@ -91,6 +97,8 @@ class Session:
         self._places = Places(self._loaders)
         self._finished = False
         self._model: nn.Module | None = None
+        self._parameters: parameters.Parameters | None = None
+        self._thaws: dict[str, int] = {}
         self._train_step: TrainStep | None = None
         self._evaluated: dict[str, float] = {}  # by the step under way
 
@@ -215,7 +223,14 @@ class Session:
 
     # -- for the script
 
-    def parallelize(self, model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> nn.Module:
+    def parallelize(
+        self,
+        model: nn.Module,
+        *,
+        tp_plan: Mapping[str, str] | None = None,
+        freeze: Sequence[str] = (),
+        unfreeze: Iterable[tuple[int, Sequence[str]]] = (),
+    ) -> nn.Module:
         """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it.
 
         A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``.
@@ -223,39 +238,116 @@ class Session:
         Args:
             tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
                 words of ``clustertrain.train.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
+            freeze: patterns of names of modules that are not trained.
+            unfreeze: (step, patterns): the modules are trained by :meth:`train_step` from optimizer step number
+                ``step`` on, counted from 1, and until then frozen, whatever ``freeze`` says.
+
+        Raises:
+            ConfigError: a pattern that fits nothing, nothing is left to train, or the layout does not fit the model.
         """
         if tp_plan is not None:
             model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
+        self._parameters = parameters.describe(model)
+        self._thaws = parameters.thaws(self._parameters, unfreeze)
+        parameters.freeze(model, self._parameters, freeze, self._thaws)
         self._model = parallelize(model, self._context, self._groups, self.seed)
         return self._model
 
-    def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer of class ``cls`` that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+    def parameter_groups(
+        self,
+        optimizer: str = "adamw",
+        *,
+        weight_decay: float = making.DEFAULT_DECAY,
+        layer_decay: float = 1.0,
+        lr_scale: Mapping[str, float] | None = None,
+    ) -> list[dict[str, Any]]:
+        """What of the model is trained, in groups for :meth:`optimizer`. Each has ``weight_decay``, 0 for norms, biases
+        and embeddings, and ``lr_scale``, by which a :class:`LearningRate` multiplies its rate.
 
         Args:
-            params: parameters or groups of them; default: all of the model.
+            optimizer: the name of what it is for: ``muon`` and ``shampoo`` want hidden matrices apart.
+            layer_decay: the rate of a layer is that of the one above it times this.
+            lr_scale: by pattern of module names what the rate is multiplied by.
+
+        Raises:
+            UsageError: before :meth:`parallelize`.
+            ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
+        """
+        if self._model is None or self._parameters is None:
+            raise UsageError("session.parameter_groups: call session.parallelize(model) first")
+        return parameter_groups(
+            self._model,
+            self._parameters,
+            weight_decay=weight_decay,
+            layer_decay=layer_decay,
+            lr_scale=lr_scale,
+            hidden_apart=catalogue.kind(optimizer).of_matrices,
+        )
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer] | str, params: Any = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+
+        Args:
+            cls: a class, or a name that ``optim.name`` of a recipe may have.
+            params: parameters or groups of them; default: all of the model that are trained, for a name in the groups
+                of :meth:`parameter_groups`.
             options: what ``cls`` takes (``lr`` and so on).
 
         Raises:
             UsageError: before :meth:`parallelize`, or a second time.
+            ConfigError: an unknown name, or an optimizer of matrices for a model without.
+            EnvironmentNotFit: a package is missing.
         """
-        if self._model is None:
+        if self._model is None or self._parameters is None:
             raise UsageError("session.optimizer: call session.parallelize(model) first")
         if self._train_step is not None:
             raise UsageError(
                 "session.optimizer: there is an optimizer already, and train_step updates with one only",
                 fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
             )
-        params = self._model.parameters() if params is None else params
-        if self._context.layout.strategy == "zero1" and self._groups.mesh is not None:
-            made = data_parallel.split_optimizer(cls, params, options)
-        else:
-            made = cls(params, **options)
+        made = making.make(
+            cls,
+            params,
+            options,
+            model=self._model,
+            known=self._parameters,
+            context=self._context,
+            groups=self._groups,
+        )
+        frozen = [(self._thaws[n], p) for n, p in trained(self._model) if n in self._thaws]
         self._train_step = TrainStep(
-            self._model, made, self._context, self._groups, self._loss_scale, event=self._event
+            self._model,
+            made,
+            self._context,
+            self._groups,
+            self._loss_scale,
+            event=self._event,
+            frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
         )
         self._recorder.watch = Watch(self._model, self._train_step.guard, self._context)
+        self._say_groups(cls if isinstance(cls, str) else cls.__name__, made)
         return made
+
+    def _say_groups(self, name: str, made: torch.optim.Optimizer) -> None:
+        """Which parameters of rank 0 are trained how."""
+        told = [
+            {
+                "group": group.get(LABEL, str(i)),
+                "tensors": len(group["params"]),
+                "parameters": sum(p.numel() for p in group["params"]),
+                "weight_decay": group.get("weight_decay", 0.0),
+                "lr_scale": group.get(LR_SCALE, 1.0),
+            }
+            for i, group in enumerate(made.param_groups)
+        ]
+        assert self._model is not None
+        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
+        self._event("optimizer", optimizer=name, groups=told, frozen=frozen)
+        if self.is_main:
+            words = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in told)
+            log.info("optimizer %s: %s; frozen: %s", name, words, f"{frozen:,}")
 
     def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
         """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global

@@ -18,12 +18,16 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from clustertrain.checkpoint.state import clean
 from clustertrain.errors import ClusterTrainError
 from clustertrain.plan.counted import Counted, Unit
+from clustertrain.plan.optimizer_state import state_bytes
+from clustertrain.spec.optim import OptimSpec
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
 from clustertrain.train import models
 from clustertrain.train.data_parallel import units
+from clustertrain.train.optimizers import parameters as parameters_of
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +39,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sharded: bool
 
 
-def count(model: nn.Module) -> Counted:
+def count(model: nn.Module, optim: OptimSpec) -> Counted:
+    """Raises ConfigError: a pattern of ``optim`` that fits nothing."""
+    known = parameters_of.describe(model)
+    thaws = parameters_of.thaws(known, ((u.step, u.modules) for u in optim.unfreeze))
+    parameters_of.freeze(model, known, optim.freeze, thaws)
+    for pattern in optim.lr_scale:
+        known.fitting(pattern, "optim.lr_scale")
     parameters, buffers = list(model.parameters()), list(model.buffers())
     trained = [p for p in parameters if p.requires_grad]
     dtypes: Counter[str] = Counter()
@@ -47,6 +57,11 @@ def count(model: nn.Module) -> Counted:
         parameter_bytes=sum(p.nbytes for p in parameters),
         trainable=sum(p.numel() for p in trained),
         trainable_bytes=sum(p.nbytes for p in trained),
+        state_bytes=sum(
+            state_bytes(optim, p.shape, hidden=known.by_name[clean(n)].hidden)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        ),
         buffers=len(buffers),
         buffer_bytes=sum(b.nbytes for b in buffers),
         dtypes=dict(dtypes.most_common()),
@@ -68,9 +83,9 @@ def look(recipe: Recipe, step: Step | None) -> Counted:
         ConfigError, or whatever the user's code raises: the model cannot be built.
     """
     if step is None:
-        return count(models.model(recipe.model, to_look_at=True))
+        return count(models.model(recipe.model, to_look_at=True), recipe.optim)
     what = models.task(recipe, to_look_at=True)
-    found = count(what.model)
+    found = count(what.model, recipe.optim)
     try:
         from clustertrain.train import trace
 

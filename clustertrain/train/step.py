@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +96,11 @@ class TrainStep:
         *,
         decides: bool = True,
         event: Callable[..., None] | None = None,
+        frozen: Callable[[], Iterable[nn.Parameter]] = tuple,
     ) -> None:
         """``decides``: False where there are no values to decide by whether the step counts, as in a trace. ``event``
-        is told of what ``parallel.compile`` has brought; None: nobody wants to know."""
+        is told of what ``parallel.compile`` has brought; None: nobody wants to know. ``frozen`` says before each update
+        what it leaves alone."""
         self._decides = decides
         self._event = event if context.parallel.compile else None
         self._model = model
@@ -108,6 +110,7 @@ class TrainStep:
         self._scale = loss_scale
         self.guard = Guard(context.stability, context.device)
         self._statistics = RunningStatistics(model)
+        self._frozen = frozen
         self._takes_samples = takes_samples(unwrap(model))
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
@@ -182,6 +185,8 @@ class TrainStep:
         return totals
 
     def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:
+        for p in self._frozen():
+            p.grad = None  # so it is in no norm, and gets no state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         gradients.complete(params)
         elsewhere = getattr(self._model, "counted_elsewhere", ())

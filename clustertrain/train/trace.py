@@ -16,10 +16,12 @@ from clustertrain.plan.counted import Traced
 from clustertrain.plan.layout import Layout
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import computation, optim
+from clustertrain.train import computation
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.models import Task
+from clustertrain.train.optimizers import catalogue
+from clustertrain.train.optimizers.groups import groups_of_whole
 from clustertrain.train.precision import parameter_dtype
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step import TrainStep
@@ -51,8 +53,10 @@ def step(recipe: Recipe, what: Task, asked: Step) -> Traced:
         _without_memory(what.model, parameter_dtype(asked.precision) if asked.sharded else None)
         context = _alone(recipe, asked)
         computation.apply(what.model, context)
-        groups = optim.decay_groups(what.model, recipe.optim.weight_decay)
-        optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, CPU))
+        # Whatever the recipe's optimizer is: what counts here is over before the update.
+        adamw = msgspec.structs.replace(recipe.optim, name="adamw")
+        groups = groups_of_whole(what.model, recipe.optim.weight_decay)
+        optimizer = torch.optim.AdamW(groups, **catalogue.options(adamw, text=recipe.is_text, device=CPU))
         tracker = MemTracker()
         tracker.track_external(what.model, *_tensors(batch))
         before_update: list[dict[str, int]] = []

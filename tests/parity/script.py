@@ -11,10 +11,10 @@ import torch
 import clustertrain as ct
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.train import optim
 from clustertrain.train.context import read_plan
 from clustertrain.train.losses import cross_entropy
 from clustertrain.train.model import Decoder
+from clustertrain.train.optimizers import catalogue
 from clustertrain.train.text import ByteText
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
@@ -27,8 +27,8 @@ with ct.session() as session:
     if sys.argv[1] == "sgd":
         optimizer = session.optimizer(torch.optim.SGD, lr=recipe.optim.lr)
     else:
-        groups = optim.decay_groups(model, recipe.optim.weight_decay)
-        optimizer = session.optimizer(torch.optim.AdamW, groups, **optim.adamw(recipe, session.device))
+        options = catalogue.options(recipe.optim, text=True, device=session.device)
+        optimizer = session.optimizer("adamw", weight_decay=recipe.optim.weight_decay, **options)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     for _ in session.steps(recipe.train.steps):
         done = session.train_step(next(data), cross_entropy, clip_norm=recipe.optim.clip_norm)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.state import keeper
+from clustertrain.checkpoint.state import keepers
+from clustertrain.train.optimizers.wrapped import Wrapped
 
 
 def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` looks at a flag on the device by itself: torch's fused Adam, AdamW, SGD and Adagrad do, on
-    a GPU. For others the host must read the flag, and so wait for the device once a step."""
-    inner = keeper(optimizer)
+    a GPU. For others, and what is made of several, the host must read the flag, and so wait for the device once a
+    step."""
+    inner, *others = (kept.optimizer for kept in keepers(optimizer))
+    if others or isinstance(optimizer, Wrapped):
+        return False
     params = [p for group in inner.param_groups for p in group["params"]]
     # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
     return (
@@ -30,12 +35,12 @@ def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
         if skip is None or not bool(skip):
             optimizer.step()
         return
-    inner = keeper(optimizer)
-    inner.found_inf = skip.float()  # type: ignore[attr-defined]
+    inner: Any = keepers(optimizer)[0].optimizer
+    inner.found_inf = skip.float()
     try:
         optimizer.step()
     finally:
-        del inner.found_inf  # type: ignore[attr-defined]
+        del inner.found_inf
 
 
 class RunningStatistics:

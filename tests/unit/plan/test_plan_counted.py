@@ -18,6 +18,7 @@ MODEL = Counted(
     parameter_bytes=GIB,
     trainable=128 * M,
     trainable_bytes=GIB // 2,
+    state_bytes=GIB,
     buffers=1,
     buffer_bytes=GIB // 4,
     dtypes={"float32": 256 * M},

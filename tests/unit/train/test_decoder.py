@@ -12,7 +12,7 @@ from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder, RotaryTable, rotate
-from clustertrain.train.optim import decay_groups
+from clustertrain.train.optimizers.groups import groups_of_whole
 from clustertrain.train.parallelize import parallelize
 from clustertrain.train.text import ByteText
 
@@ -71,11 +71,11 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 
 def test_decay_spares_norms_biases_and_embeddings() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    with_decay, without = decay_groups(model, 0.1)
+    with_decay, without = groups_of_whole(model, 0.1)
     assert [tuple(p.shape) for p in with_decay["params"]] == [(4, 4)]  # type: ignore[attr-defined]
     assert len(without["params"]) == 4  # type: ignore[arg-type]
     assert (with_decay["weight_decay"], without["weight_decay"]) == (0.1, 0.0)
-    groups = decay_groups(build(), 0.1)
+    groups = groups_of_whole(build(), 0.1)
     assert sum(len(g["params"]) for g in groups) == len(list(build().parameters()))  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ from clustertrain.train import losses
 from clustertrain.train.data_parallel import units
 from clustertrain.train.images import Shapes, images
 from clustertrain.train.models import Task, task
-from clustertrain.train.optim import decay_groups
+from clustertrain.train.optimizers.groups import groups_of_whole
 from tests.unit.train.alone import built
 
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}
@@ -168,7 +168,7 @@ def test_the_two_passages_of_a_pair_are_neighbours_in_the_text() -> None:
 
 def test_the_temperature_does_not_decay() -> None:
     model = built(made(TWO_TOWER).model)
-    decayed, kept = decay_groups(model, 0.1)
+    decayed, kept = groups_of_whole(model, 0.1)
     assert any(p is model.log_scale for p in kept["params"])  # type: ignore[attr-defined]
     assert not any(p is model.log_scale for p in decayed["params"])  # type: ignore[attr-defined]
 

@@ -17,9 +17,11 @@ from clustertrain.plan.counted import Counted, Unit
 from clustertrain.plan.layout import Layout
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
-from clustertrain.train import computation, models, optim, shapes
+from clustertrain.train import computation, models, shapes
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
+from clustertrain.train.optimizers import catalogue
+from clustertrain.train.optimizers.groups import groups_of_whole
 from clustertrain.train.step import TrainStep
 from tests.unit.train.alone import ALONE
 
@@ -127,8 +129,9 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
     spec = ALONE.__dict__ | {"layout": Layout(activation_checkpointing=checkpointing)}
     context = RankContext(**spec)
     computation.apply(what.model, context)
-    groups = optim.decay_groups(what.model, 0.1)
-    optimizer = torch.optim.AdamW(groups, **optim.adamw(recipe, context.device))
+    groups = groups_of_whole(what.model, 0.1)
+    options = catalogue.options(recipe.optim, text=recipe.is_text, device=context.device)
+    optimizer = torch.optim.AdamW(groups, **options)
     step = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
     batch = default_collate([what.dataset[i] for i in range(micro_batch)])
     optimizer.register_step_pre_hook(mark_the_update)

@@ -1,0 +1,172 @@
+"""Bytes of optimizer state, from the shapes of the parameters; what an optimizer asks of layout and model.
+
+They are what the classes of torch, pytorch-optimizer and torchao keep, and a test compares them with those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.decoder import Decoder
+from clustertrain.plan.layout import Layout
+from clustertrain.spec.optim import OptimizerName, OptimSpec
+from clustertrain.spec.patterns import fits, near
+
+WHOLE: frozenset[OptimizerName] = frozenset(
+    {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}
+)  # their update needs whole parameters
+OF_MATRICES: frozenset[OptimizerName] = frozenset({"muon", "shampoo"})  # the rest of the model has AdamW
+BY_SHAPE: frozenset[OptimizerName] = frozenset({"adafactor", "muon", "soap", "shampoo", "adamw8bit"})
+LARGEST_PRECONDITIONED = 10_000  # SOAP: a longer dimension is left alone
+_BLOCK, _LEAST = 256, 4096  # of 8-bit moments: elements a block, and fewer elements stay fp32
+# Where whole parameters are gathered: value and gradient of what a rank owns, and both on their way.
+GATHER_BYTES = 16
+
+
+def state_bytes(spec: OptimSpec, shape: Sequence[int], *, hidden: bool) -> int:
+    """Of one trained parameter; ``hidden``: it is a matrix of a layer. Counters of a few bytes are left out."""
+    size, name = math.prod(shape), spec.name
+    if name in OF_MATRICES and not hidden:
+        name = "adamw"
+    match name:
+        case "sgd" | "lars":
+            return 4 * size if spec.momentum_in_use else 0
+        case "lion" | "muon":
+            return 4 * size
+        case "adafactor" if len(shape) > 1:
+            return 4 * (size // shape[-1] + size // shape[-2])
+        case "adafactor":
+            return 4 * size
+        case "soap" if len(shape) > 1:
+            return 8 * size + 2 * sum(4 * n * n for n in shape if n <= LARGEST_PRECONDITIONED)
+        case "shampoo":
+            return 2 * sum(4 * n * n for n in shape) + 4 * size  # and its last step, which it has no use for
+        case "adamw8bit" if size >= _LEAST and size % _BLOCK == 0:
+            return 2 * (size + 4 * size // _BLOCK)
+        case _:
+            return 8 * size
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a whole model: bytes of state and how many parameters are trained, a parameter; ``largest``: bytes of the
+    parameter that has most, which one rank keeps however many there are."""
+
+    bytes: float
+    trained: float
+    largest: int
+
+
+def of_decoder(spec: OptimSpec, model: Decoder) -> State:
+    """Raises ConfigError: a pattern that fits nothing, or nothing is left to train."""
+    named = list(_shapes(model))
+    modules = [module for module, _ in named]
+    for key, patterns in (
+        ("optim.freeze", spec.freeze),
+        ("optim.lr_scale", tuple(spec.lr_scale)),
+        ("optim.unfreeze.modules", tuple(p for u in spec.unfreeze for p in u.modules)),
+    ):
+        check(key, patterns, modules)
+    thawed = [p for u in spec.unfreeze for p in u.modules]
+    trained = [
+        (shape, module.startswith("layers.") and len(shape) > 1)
+        for module, shape in named
+        if not any(fits(p, module) for p in spec.freeze) or any(fits(p, module) for p in thawed)
+    ]
+    if not trained:
+        raise ConfigError("optim.freeze: nothing is left to train", fix="leave a module out of it")
+    whole = sum(math.prod(shape) for _, shape in named)
+    sizes = [state_bytes(spec, shape, hidden=hidden) for shape, hidden in trained]
+    return State(sum(sizes) / whole, sum(math.prod(shape) for shape, _ in trained) / whole, max(sizes))
+
+
+def check(key: str, patterns: Sequence[str], modules: Sequence[str]) -> None:
+    """Raises ConfigError: one of ``patterns`` fits none of the modules that have parameters."""
+    for pattern in patterns:
+        if not any(fits(pattern, module) for module in modules):
+            raise ConfigError(f"{key}: no module with parameters fits {pattern!r}", fix=near(pattern, modules))
+
+
+def _shapes(model: Decoder) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shapes of the decoder's parameters, with the module that each is in."""
+    dim, hidden, kv = model.dim, model.hidden, model.kv_heads * (model.dim // model.heads)
+    yield "embed", (model.vocab_size, dim)
+    feed_forward = {"gate": (hidden, dim)} if model.gated else {}
+    matrices = {
+        **{f"attention.{n}": shape for n, shape in {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim)}.items()},
+        "attention.out": (dim, dim),
+        **{f"ffn.{n}": shape for n, shape in {**feed_forward, "up": (hidden, dim), "down": (dim, hidden)}.items()},
+    }
+    for i in range(model.layers):
+        yield from ((f"layers.{i}.{name}", shape) for name, shape in matrices.items())
+        yield from ((f"layers.{i}.{name}", (dim,)) for name in ("attention_norm", "ffn_norm"))
+    yield "norm", (dim,)
+    if not model.tie_embeddings:
+        yield "head", (model.vocab_size, dim)
+
+
+def refuse(spec: OptimSpec, layout: Layout, kind: str, device: str) -> list[str]:
+    """Notes on what runs, but not well.
+
+    Args:
+        kind: of the model, as ``model.kind``; empty where it is not known.
+
+    Raises:
+        ConfigError: the optimizer cannot work with the layout or the model.
+    """
+    name = spec.name
+    if name in OF_MATRICES and kind == "convnet":
+        raise ConfigError(
+            f"optim.name = {name!r} is for the matrices of hidden layers, and a convnet has none: its filters have "
+            "four dimensions",
+            fix="use optim.name = 'sgd' with momentum, 'lars' or 'adamw'",
+        )
+    if layout.offload and name in WHOLE:
+        raise ConfigError(
+            f"optim.name = {name!r} with parallel.offload: its update needs whole parameters, and in host memory they "
+            "would be gathered and updated by the processors",
+            fix="use optim.name = 'adamw', 'adam', 'sgd' or 'lion', or parallel.offload = false",
+        )
+    found = []
+    if name == "adamw8bit" and device == "cpu":
+        found.append("optim.name = 'adamw8bit' on the CPU: it runs without torch.compile there, slower than adamw")
+    elif name == "adamw8bit":
+        found.append(
+            "optim.name = 'adamw8bit' compiles its update for each shape of a parameter: the first step takes up to a "
+            "minute longer"
+        )
+    if name == "shampoo":
+        found.append(
+            "optim.name = 'shampoo' decomposes both sides of every hidden matrix in every step: minutes where they are "
+            "thousands wide; soap does so every tenth step"
+        )
+    return found
+
+
+def words(spec: OptimSpec, state: State, layout: Layout) -> str:
+    """For the reasons of a plan."""
+    parts = [f"{spec.name}: {state.bytes:.3g} bytes of state a parameter"]
+    if state.trained < 1:
+        parts.append(f"{state.trained:.0%} of the parameters are trained")
+    if spec.name in OF_MATRICES:
+        parts.append("for the hidden matrices, adamw for the rest")
+    if spec.name in WHOLE and gathers(spec, layout):
+        parts.append(
+            "each parameter is updated whole by the one rank that has its state, in two exchanges a step, "
+            "which the predicted time leaves out"
+        )
+    parts.append(f"weight decay {spec.weight_decay:g} but for norms, biases and embeddings")
+    if spec.layer_decay != 1:
+        parts.append(f"lr x {spec.layer_decay:g} for each layer below the head")
+    parts += [f"lr x {factor:g} in {pattern}" for pattern, factor in spec.lr_scale.items()]
+    parts += [f"frozen: {', '.join(spec.freeze)}"] if spec.freeze else []
+    parts += [f"frozen until step {u.step}: {', '.join(u.modules)}" for u in spec.unfreeze]
+    return "; ".join(parts)
+
+
+def gathers(spec: OptimSpec, layout: Layout) -> bool:
+    """Whether parameters that lie in shards are gathered for the update."""
+    return spec.name in WHOLE and (layout.tp > 1 or (layout.sharded and layout.dp_shard * layout.cp > 1))

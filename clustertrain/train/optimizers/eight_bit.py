@@ -1,0 +1,60 @@
+"""torchao's 8-bit AdamW with its state as plain tensors, which checkpoints can hold, and its rate as a number, which
+schedules can set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torchao.optim import AdamW8bit as _AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+_CODES, _SCALE = "codes", "scale"
+
+
+class AdamW8bit(_AdamW8bit):
+    """A moment of a parameter of at least 4096 elements that divide into blocks of 256 is ``{"codes", "scale"}``: uint8
+    in the parameter's shape, and one fp32 number a block. Others are fp32."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = float(self.param_groups[-1]["lr"])
+
+    def step(self, closure: Any = None) -> Any:
+        # torch.compile takes 20 s for the update of each shape, and on the CPU gains nothing by it.
+        on_cpu = all(p.device.type == "cpu" for g in self.param_groups for p in g["params"])
+        with self._as_torchao_keeps_it(), torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            return super().step(closure)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _as_torchao_keeps_it(self) -> Iterator[None]:
+        for group in self.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+        for p, state in self.state.items():
+            for name, signed in _SIGNED.items():
+                if isinstance(state.get(name), dict):
+                    state[name] = _joined(state[name], signed, p)
+        try:
+            yield
+        finally:
+            for group in self.param_groups:
+                group["lr"] = float(group["lr"])
+            for state in self.state.values():
+                for name in _SIGNED:
+                    if isinstance(state.get(name), OptimState8bit):
+                        state[name] = {_CODES: state[name].codes, _SCALE: state[name].scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in _SIGNED:
+                if isinstance(state.get(name), dict):  # torch has cast all to the parameter's type
+                    state[name][_CODES] = state[name][_CODES].to(torch.uint8)
+
+
+def _joined(parts: dict[str, torch.Tensor], signed: bool, p: torch.Tensor) -> OptimState8bit:
+    made = OptimState8bit.zeros((1,), signed, 1, p.device, p.dtype)  # for its table of values
+    return OptimState8bit(parts[_CODES], parts[_SCALE], made.qmap, signed, dtype=p.dtype)

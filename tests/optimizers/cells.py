@@ -1,0 +1,59 @@
+"""Every optimizer with every layout, and how far each may be from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clustertrain.plan.layout import Layout
+
+STEPS = 10
+THAW_STEP = 3  # of a resumed run
+GLOBAL_BATCH = 8
+SEQ_LEN = 16
+# Six heads of four: 24 and 64 divide by neither 4 shards nor 8, so that shards are uneven and some are empty.
+MODEL = {"dim": 24, "layers": 4, "heads": 6, "kv_heads": 2, "ffn_dim": 64}
+DATA = {"seq_len": SEQ_LEN, "max_bytes": 50_000}
+
+# By name of the cell what its recipe has in [optim].
+CELLS: Mapping[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 3e-3},
+    "adam": {"name": "adam", "lr": 3e-3},
+    "sgd": {"name": "sgd", "lr": 0.03},
+    "sgd-nesterov": {"name": "sgd", "lr": 0.03, "nesterov": True},
+    "adafactor": {"name": "adafactor", "lr": 1e-2},
+    "lion": {"name": "lion", "lr": 3e-4},
+    "lamb": {"name": "lamb", "lr": 1e-2},
+    "lars": {"name": "lars", "lr": 1.0},
+    "muon": {"name": "muon", "lr": 3e-3},
+    "soap": {"name": "soap", "lr": 3e-3},
+    "shampoo": {"name": "shampoo", "lr": 3e-2},
+    "adamw8bit": {"name": "adamw8bit", "lr": 3e-3},
+}
+
+LAYOUTS: Mapping[str, Layout] = {
+    "ddp": Layout(strategy="ddp", dp_replicate=4),
+    "zero1": Layout(strategy="zero1", dp_replicate=4, zero1=True),
+    "fsdp": Layout(strategy="fsdp", dp_shard=4),
+    "fsdp-grad-op": Layout(strategy="fsdp-grad-op", dp_shard=4, reshard_after_forward=False),
+    "hsdp": Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
+    "tp": Layout(tp=2),
+    "tp+sp": Layout(tp=2, sequence_parallel=True),
+    "pp": Layout(pp=2, schedule="1f1b"),
+    "zbv": Layout(pp=2, schedule="zbv", virtual_stages=2),
+    "cp": Layout(cp=2),
+    "fsdp-cp": Layout(strategy="fsdp", dp_shard=2, cp=2),
+    "fsdp-tp": Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
+    "fsdp-pp": Layout(strategy="fsdp", dp_shard=2, pp=2, schedule="1f1b", reshard_after_forward=False),
+    "ddp-tp": Layout(strategy="ddp", dp_replicate=2, tp=2),
+    "tp-pp": Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
+    "fsdp-tp-pp": Layout(
+        strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True, pp=2, schedule="1f1b", reshard_after_forward=False
+    ),
+}
+
+# The largest relative deviation of the loss in any step. Muon's iteration is in bf16, which rounds what the order of
+# summation has changed. SOAP rotates into eigenvectors, and those of a first gradient of low rank are arbitrary in its
+# null space: one process that takes the samples of a batch in another order is as far from itself. That the update of
+# shards is that of whole parameters bit by bit, given the same gradients, is tested by itself.
+LIMITS: Mapping[str, float] = {**dict.fromkeys(CELLS, 2e-6), "muon": 1e-4, "soap": 1e-2}

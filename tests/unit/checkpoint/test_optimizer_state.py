@@ -1,0 +1,94 @@
+"""The state of every optimizer goes into a checkpoint and comes back, through every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.engines import ENGINES
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.errors import CheckpointError
+from clustertrain.spec.optim import OptimSpec
+from clustertrain.train.mesh import Groups
+from clustertrain.train.optimizers import catalogue, making
+from clustertrain.train.optimizers.parameters import describe
+from tests.unit.train.alone import ALONE
+
+NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
+CASES = [(n, "raw") for n in catalogue.KINDS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x * self.gain
+
+
+def made(name: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model, spec = Net(), OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
+    options = catalogue.options(spec, text=True, device=torch.device("cpu"))
+    groups = Groups(None, None, None, None)
+    known = describe(model)
+    optimizer = making.make(name, None, options, model=model, known=known, context=ALONE, groups=groups)
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(state: dict[str, Any], first: int, last: int) -> None:
+    for step in range(first, last):
+        torch.manual_seed(100 + step)
+        state["model"](torch.randn(4, 8)).square().mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def manager(root: Path, engine: str) -> CheckpointManager:
+    return CheckpointManager(root, Ranks(), attempt="1", layout={"strategy": "single"}, engine=engine, background=False)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torchsnapshot's own imports
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_it_goes_on_bit_by_bit(name: str, engine: str, tmp_path: Path) -> None:
+    saved = made(name)
+    train(saved, 0, 3)
+    assert manager(tmp_path, engine).save(3, saved, {}) is not None
+    train(saved, 3, 5)
+    back = made(name)
+    restored = manager(tmp_path, engine).restore(back)
+    assert restored is not None and restored.step == 3
+    train(back, 3, 5)
+    for (n, a), b in zip(saved["model"].named_parameters(), back["model"].parameters(), strict=True):
+        assert torch.equal(a, b), n
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+def test_it_comes_back_before_the_first_step_too(name: str, tmp_path: Path) -> None:
+    saved, back = made(name), made(name)
+    assert manager(tmp_path, "raw").save(0, saved, {}) is not None
+    assert manager(tmp_path, "raw").restore(back) is not None
+    for state in (saved, back):
+        train(state, 0, 2)
+    for a, b in zip(saved["model"].parameters(), back["model"].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_state_of_another_optimizer_is_not_taken(tmp_path: Path) -> None:
+    saved = made("adamw")
+    train(saved, 0, 1)
+    assert manager(tmp_path, "raw").save(1, saved, {}) is not None
+    with pytest.raises(CheckpointError, match="is lamb, and the one saved adamw") as caught:
+        manager(tmp_path, "raw").restore(made("lamb"))
+    assert "optim.name" in caught.value.fix
