@@ -22,6 +22,7 @@ from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
+from clustertrain.run.identity import hash_of
 from clustertrain.spec import places
 from clustertrain.spec.job import RunSpec
 
@@ -186,7 +187,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
-    fsio.write_json(run.record, made_from)
+    fsio.write_json(run.record, {**made_from, "recipe_hash": hash_of(spec)})
     _make_checkpoints(run, spec)
 
 
