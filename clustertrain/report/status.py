@@ -17,6 +17,7 @@ from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.identity import recipe_hash
 
 if TYPE_CHECKING:
     from clustertrain.launch.look import Look
@@ -45,6 +46,7 @@ PART_WORDS = {
     "lost_s": "lost",
 }
 METER = 30
+RECIPE_DIGITS = 7  # of its hash; `list --recipe` takes as few
 
 
 def styled(word: str) -> Text:
@@ -201,7 +203,18 @@ def runs_table(looks: Sequence[Look]) -> RenderableType:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("attempts", justify="right")
     table.add_column("started", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
     for x in looks:
         started = next((a.start for a in x.history if a.start), None)
-        table.add_row(x.run.id, styled(x.state), x.job_id or "-", steps_of(x), str(len(x.history)), local_time(started))
+        recipe = recipe_hash(x.run)[:RECIPE_DIGITS]
+        row = (
+            x.run.id,
+            styled(x.state),
+            x.job_id or "-",
+            steps_of(x),
+            str(len(x.history)),
+            local_time(started),
+            recipe,
+        )
+        table.add_row(*row)
     return table

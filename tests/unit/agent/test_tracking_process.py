@@ -1,4 +1,4 @@
-"""The tracking process as the agent keeps it: it may be killed at any moment, and it never outlives or delays the run."""
+"""The tracking process as the agent keeps it: killed it goes on, and it never outlives or delays a run."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from clustertrain.spec.strict import build
 T0 = 1_800_000_000.0
 
 
-def make(folder: Path, **recipe: dict[str, Any]) -> RunDir:
+def make(folder: Path, run_id: str = "lm-abcdef", **recipe: dict[str, Any]) -> RunDir:
     """A run without attempts; ``recipe`` are its tables."""
-    run = RunDir(folder / "lm-abcdef")
+    run = RunDir(folder / run_id)
     for inner in ("attempts", "events", "metrics", "checkpoints"):
         (run.path / inner).mkdir(parents=True)
     spec = RunSpec(job=JobSpec(name="lm", backend="local"), recipe=build(recipe, Recipe, "test"))
