@@ -44,9 +44,9 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
     with readable():
         found = comparison.of_runs(chosen, metrics, by)  # type: ignore[arg-type]
     if html is not None:
-        from clustertrain.report.html import compared
+        from clustertrain.report.html.compared import write
 
-        click.echo(f"{html}: {compared.write(found, Path(html)) / 1e3:,.0f} kB", err=True)
+        click.echo(f"{html}: {write(found, Path(html)) / 1e3:,.0f} kB", err=True)
     if as_json:
         print_json(found)
     elif html is None:

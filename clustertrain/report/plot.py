@@ -83,7 +83,8 @@ def _y_ticks(low: float, high: float, rows: int, logarithmic: bool) -> dict[int,
 
 def _x_axis(left: float, right: float, margin: int, columns: int, label: str) -> Text:
     """The ends and the middle, and the label beside the middle."""
-    texts = [brief(left), f"{brief((left + right) / 2)} {label}", brief(right)]
+    middle = (left + right) / 2
+    texts = [brief(left), f"{brief(round(middle) if right - left >= 10 else middle)} {label}", brief(right)]
     line = [" "] * (columns + 1)
     for at, text in zip((0, (columns - len(texts[1])) // 2, columns + 1 - len(texts[2])), texts, strict=True):
         line[at : at + len(text)] = text

@@ -66,7 +66,7 @@ def _figures(found: Comparison, signs: Glyphs) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("")
     common = "" if found.common_step is None else f"at step {found.common_step:,}"
-    for title in ("steps", "best", "at step", "last", common, "steps/s", "tokens", "GPU-hours", "attempts"):
+    for title in ("steps", "best", "at step", "last", common, "steps/s", "tokens", "GPU-h", "starts"):
         if title:
             table.add_column(title, justify="right")
     for side in found.runs:

@@ -188,7 +188,7 @@ def test_a_page_that_opens_offline(
     write(hostile, 1, 1, 3)
     assert type_("runs", "compare", "a-a", "b-b", "x-x", "--html", "page.html") == 0
     page = (tmp_path / "page.html").read_text()
-    assert "default-src 'none'" in page and "&lt;/script&gt;&lt;b&gt;&amp;" in page
+    assert "default-src &#39;none&#39;" in page and "&lt;/script&gt;&lt;b&gt;&amp;" in page
     outside = re.sub(r"<(pre|script|style)\b.*?</\1>", "", page, flags=re.S)
     assert "<b>&" not in outside and "</script>" not in outside and "http" not in outside.replace("http-equiv", "")
     found = re.search(r'id="data">(.*?)</script>', page)
