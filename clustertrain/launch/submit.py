@@ -14,7 +14,7 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
-from clustertrain.launch import alerting, code, filesystem, record, render, snapshot
+from clustertrain.launch import alerting, code, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -108,6 +108,8 @@ def check(prepared: Prepared) -> list[str]:
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
     found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
+    environ = {**os.environ, **prepared.spec.env}
+    found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     found += alerting.notes(prepared.spec.recipe.telemetry.alerts, share=prepared.spec.job.share)
     return [note for note in found if note]
 
