@@ -1,4 +1,4 @@
-"""``sweep`` on the real cluster: one array, a task of it preempted and requeued, and the table of results that follows."""
+"""``sweep`` on the real cluster: one array, a task of it preempted and requeued, and the results that follow it."""
 
 from __future__ import annotations
 
