@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain import clock
-from clustertrain.run import attempts, rows
+from clustertrain.run import attempts, metrics, rows
 from clustertrain.run.folder import RunDir
 
 Axis = Literal["step", "tokens", "hours"]
@@ -107,12 +107,15 @@ def _end(seen: attempts.Attempt, times: list[float]) -> float:
     return max((t for t in times if math.isfinite(t)), default=seen.start or 0.0)
 
 
-def hours_with_nodes(run: RunDir) -> float:
-    """Over all attempts; of one that runs, until now."""
+def hours_with_nodes(run: RunDir, *, running: bool) -> float:
+    """Over all attempts; of the last one until now while it is ``running``, else until its last word."""
     found = 0.0
     history = attempts.read_all(run)
     for i, a in enumerate(history):
-        if a.start is not None:
-            later = next((b.start for b in history[i + 1 :] if b.start is not None), None)
-            found += max(0.0, (a.end or later or clock.now()) - a.start)
+        if a.start is None:
+            continue
+        later = next((b.start for b in history[i + 1 :] if b.start is not None), None)
+        last = (metrics.last_row(run.metrics_of(a.n)) or {}).get("t")
+        end = a.end or (clock.now() if running and later is None else last) or later or a.start
+        found += max(0.0, end - a.start)
     return found / 3600

@@ -11,13 +11,14 @@ import msgspec
 
 from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError, UsageError
-from clustertrain.launch.look import Unreadable, look_all
+from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.plan.layout import counted
 from clustertrain.run import curves
 from clustertrain.run.curves import Axis, Curve
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
+from clustertrain.run.state import RUNNING
 from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE
 from clustertrain.spec.strict import nearest
 from clustertrain.telemetry.analysis.comparison import settings_of
@@ -92,7 +93,9 @@ def of_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "ste
         shown.append("loss")
     higher = _higher(metric, [(r.deciding_metric, r.higher_is_better) for r in recipes])
     letters = string.ascii_uppercase[: len(runs)]
-    sides = [_side(letter, run, shown, metric, higher, by) for letter, run in zip(letters, runs, strict=True)]
+    sides = [
+        _side(letter, seen, shown, metric, higher, by) for letter, seen in zip(letters, look_all(runs), strict=True)
+    ]
     common = min((s.final.step for s in sides if s.final), default=None)
     sides = [
         msgspec.structs.replace(s, at_common=s.curves[metric].at(common) if common is not None else None)
@@ -128,9 +131,9 @@ def _higher(metric: str, of_recipes: Sequence[tuple[str, bool]]) -> bool:
     return metric.removeprefix(PREFIX).partition(SLICE)[0] in HIGHER_IS_BETTER
 
 
-def _side(letter: str, run: RunDir, shown: Sequence[str], metric: str, higher: bool, by: Axis) -> Side:
+def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: str, higher: bool, by: Axis) -> Side:
+    run, state = seen.run, "unknown" if isinstance(seen, Unreadable) else seen.state
     recipe = load_spec(run).recipe
-    (seen,) = look_all([run])
     found = curves.read(run, list(dict.fromkeys([*shown, "step_s"])))
     drawn = {name: found.curve(name, by) for name in shown}
     judged = found.curve(metric)
@@ -141,13 +144,13 @@ def _side(letter: str, run: RunDir, shown: Sequence[str], metric: str, higher: b
     return Side(
         letter=letter,
         run=run.id,
-        state="unknown" if isinstance(seen, Unreadable) else seen.state,
+        state=state,
         recipe_hash=recipe_hash(run),
         own_metric=recipe.deciding_metric,
         steps=found.step[-1] if found.step else None,
         steps_per_s=1 / paces[len(paces) // 2] if paces and paces[len(paces) // 2] > 0 else None,
         tokens=tokens[-1] if tokens else None,
-        gpu_hours=curves.hours_with_nodes(run) * int(plan.get("world_size") or 0),
+        gpu_hours=curves.hours_with_nodes(run, running=state == RUNNING) * int(plan.get("world_size") or 0),
         attempts=len(run.attempts()),
         final=Value(judged.steps[-1], judged.y[-1]) if judged.y else None,
         best=None if best is None else Value(judged.steps[best], judged.y[best]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, proc
 from clustertrain.agent import tracking
 from clustertrain.agent.tracking import Tracking
 from clustertrain.run import events
@@ -64,6 +64,26 @@ def test_killed_while_it_runs_it_is_started_again_and_ends_when_it_is_told(run: 
     kept.stop(60)
     assert reading_back.tensorboard(run) == [(s, loss(s)) for s in range(1, 7)]
     assert complaints(run) == [f"the process ended with code -{int(signal.SIGKILL)}"]
+
+
+@pytest.mark.long
+def test_killed_while_wandb_writes_nothing_is_lost_and_nothing_there_twice(run: RunDir, kept: Tracking) -> None:
+    run.spec.write_text(
+        run.spec.read_text().replace('"tensorboard"', '"wandb"').replace("offline = false", "offline = true")
+    )
+    write(run, 1, 3, 600)
+    for least in (0, 20_000):
+        kept.start()
+        child = kept._child
+        assert child is not None
+        assert clock.wait_until(lambda n=least: sum(p.stat().st_size for p in reading_back.wandb_files(run)) > n, 60)
+        proc.kill_all(child)
+        kept.look()
+    kept.start()
+    fsio.make_folder(run.attempt(1).results)
+    fsio.write_json(run.attempt(1).result_of("here"), {"ending": "completed"})
+    kept.stop(60)
+    assert reading_back.wandb(run) == [(s, loss(s)) for s in range(1, 601)]
 
 
 def test_one_that_is_not_done_in_time_is_killed(run: RunDir, kept: Tracking) -> None:

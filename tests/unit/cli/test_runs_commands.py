@@ -102,6 +102,28 @@ def test_tokens_go_on_where_the_attempt_before_was_left(home: Path) -> None:
     assert curves.read(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
 
 
+def test_without_tokens_there_is_no_curve_by_tokens(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(home, "c-cccccc", **JUDGED)
+    write(run, 1, 1, 10)
+    run.metrics_of(1).write_text(run.metrics_of(1).read_text().replace("sum_tokens", "sum_samples"))
+    found = compared(type_, capsys, "a-a", "c-c", "--by", "tokens")
+    assert found["notes"] == ["B: no tokens in its rows, and no curve"]
+    assert found["runs"][1]["tokens"] is None and found["runs"][1]["final"] == {"step": 10, "value": loss(10)}
+
+
+def test_an_attempt_that_died_without_a_word_counts_until_its_last_row(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(home, "c-cccccc", **JUDGED)
+    write(run, 1, 1, 1800)
+    ended(run, 1, "completed", 0, 3600)
+    path = run.attempt(1).events_of("batch")
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert compared(type_, capsys, "a-a", "c-c")["runs"][1]["gpu_hours"] == pytest.approx(4 * 0.5)
+
+
 def test_other_metrics_and_their_direction(
     type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
