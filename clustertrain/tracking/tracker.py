@@ -74,6 +74,7 @@ class Handing:
         self._again = again
         self._stop = threading.Event()
         self._said: str | None = None
+        self._worked = False  # it took rows since it was last opened
         self.failed = False
         self.last = -1  # step that the tracker has
         self.thread = threading.Thread(target=self._follow, name=f"tracking-{tracker.name}", daemon=True)
@@ -89,9 +90,16 @@ class Handing:
                 self._attempt()
                 return
             except Exception as e:  # a thread's edge, and a library's: what goes wrong there must not end a run
+                self._tracker.abandon()
+                if self._worked:
+                    # The warning of a preemption goes to all processes of a job, and W&B's service ends of it.
+                    print(
+                        f"clustertrain tracking: {self._tracker.name} is opened anew: {e}", file=sys.stderr, flush=True
+                    )
+                    self._worked = False
+                    continue
                 self.failed = True
                 self._say(e)
-                self._tracker.abandon()
             if not self._again or self._stop.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, RETRY_MOST_S)
@@ -107,7 +115,7 @@ class Handing:
                 self.last = rows[-1]["step"]
                 if self._said is not None:
                     print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
-                self._said, self.failed = None, False
+                self._said, self.failed, self._worked = None, False, True
             elif ending:
                 self._tracker.close(self._ending())
                 self.failed = False

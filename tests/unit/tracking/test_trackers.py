@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from clustertrain.run.folder import RunDir
@@ -140,6 +142,30 @@ def test_what_wandbs_service_had_not_written_when_it_was_killed_is_sent_again(tm
     assert reading_back.wandb(run) == [(s, loss(s)) for s in range(1, 901)]
 
 
+# wandb drops the handle of a service that has died without asking for its end.
+@pytest.mark.filterwarnings("ignore:.*:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wandbs_service_ends_of_the_warning_of_a_preemption_and_the_rows_after_it_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracked(tmp_path, "wandb", offline=True)
+    write(run, 1, 1, 50)
+    said: list[str] = []
+    one = Handing(run, opened(run, "wandb"), lambda _, why: said.append(why), ending=lambda: None)
+
+    def warned(wait_s: float) -> bool:
+        (service,) = [c for c in psutil.Process().children() if "wandb-core" in c.name()]
+        service.terminate()
+        write(run, 1, 51, 60)
+        one.ask_to_stop()
+        return False
+
+    monkeypatch.setattr(one._stop, "wait", warned)
+    one.thread.run()
+    assert said == [] and not one.failed
+    assert reading_back.wandb(run) == [(s, loss(s)) for s in range(1, 61)]
+    gc.collect()
+
+
 def test_tensorboard_cuts_off_what_a_killed_process_left_half_written(tmp_path: Path) -> None:
     run = tracked(tmp_path, "tensorboard")
     write(run, 1, 1, 5)
@@ -263,6 +289,57 @@ def test_a_server_of_mlflow_that_is_away_is_said_once_and_the_rows_wait(
     write_spec_without_uri(run)
     assert hand_on(run, "mlflow") == []
     assert reading_back.mlflow(run, f"sqlite:///{tmp_path}/later.db") == [(s, loss(s)) for s in range(1, 6)]
+
+
+class Breaking:
+    """Takes rows at some calls and breaks at the others; keeps those that it took."""
+
+    name = "breaking"
+
+    def __init__(self, *breaks: bool) -> None:
+        self.breaks = list(breaks)
+        self.taken: list[int] = []
+
+    def open(self) -> int:
+        return self.taken[-1] if self.taken else -1
+
+    def hand(self, rows: Any) -> None:
+        if self.breaks and self.breaks.pop(0):
+            raise ConnectionResetError("Connection lost")
+        self.taken.append(rows[0]["step"])
+
+    def close(self, ending: str | None) -> None:
+        if self.breaks:
+            raise ConnectionResetError("Connection lost")
+
+    def abandon(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("breaks", "complaints"),
+    [((False, True), 0), ((False, True, False, True), 0), ((False, True, True), 1), ((True,), 1)],
+)
+def test_what_worked_and_broke_is_opened_anew_before_it_is_called_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: tuple[bool, ...], complaints: int
+) -> None:
+    monkeypatch.setattr(tracker.Follower, "read", lambda self: one_row(run, self))
+    run = tracked(tmp_path, "tensorboard")
+    write(run, 1, 1, 6)
+    place, said = Breaking(*breaks), []
+    one = Handing(run, place, lambda _, why: said.append(why), ending=lambda: None)
+    monkeypatch.setattr(one._stop, "wait", lambda wait_s: False)
+    one.ask_to_stop()
+    one.thread.run()
+    assert place.taken == [1, 2, 3, 4, 5, 6] and said == ["ConnectionResetError: Connection lost"] * complaints
+    assert not one.failed
+
+
+def one_row(run: RunDir, follower: Follower) -> list[Any]:
+    """Of :meth:`Follower.read`, one at a time."""
+    found = [] if follower.last >= 6 else [{"step": max(follower.last, 0) + 1}]
+    follower.last += len(found) + (follower.last < 0)
+    return found
 
 
 def write_spec_without_uri(run: RunDir) -> None:
