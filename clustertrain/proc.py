@@ -66,8 +66,10 @@ def start(
     log: Path | None = None,
     new_session: bool = False,
     ignore_stop_signals: bool = False,
+    hold_input: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a child with no standard input; stdout and stderr are appended to ``log`` (or inherited).
+    """Start a child with no standard input; stdout and stderr are appended to ``log`` (or inherited). With
+    ``hold_input`` its input stays open until the caller closes ``stdin`` of what this returns, or dies.
 
     With ``ignore_stop_signals`` it starts with TERM, USR1 and USR2 ignored. That survives exec, and keeps a warning
     meant for the agent from killing torchrun and the ranks while they still import. A one-line sh does it, because
@@ -79,7 +81,13 @@ def start(
     out = log.open("ab") if log is not None else None
     try:
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=cwd, start_new_session=new_session
+            words,
+            stdin=subprocess.PIPE if hold_input else subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=env,
+            cwd=cwd,
+            start_new_session=new_session,
         )
     finally:
         if out is not None:
@@ -138,18 +146,46 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def kill_descendants(timeout_s: float = 30.0) -> bool:
-    """SIGKILL to everything below this process, until nothing is left or the time is over; whether nothing is left."""
+def kill_descendants(timeout_s: float = 30.0, *, spare: int | None = None) -> bool:
+    """SIGKILL to everything below this process, until nothing is left or the time is over; whether nothing is left.
+    The process ``spare`` and what is below it stay."""
     import psutil
 
+    def left() -> list[psutil.Process]:
+        kept = _tree(spare) if spare is not None else set()
+        return [child for child in descendants() if child.pid not in kept]
+
     deadline = clock.monotonic() + timeout_s
-    while children := descendants():
+    while children := left():
         for child in children:
             send_signal(child, signal.SIGKILL)
         psutil.wait_procs(children, timeout=0.5)
         if clock.monotonic() > deadline:
             return False
     return True
+
+
+def _tree(pid: int) -> set[int]:
+    """A process and what is below it; empty where it has ended."""
+    import psutil
+
+    try:
+        return {pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def kill_all(child: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a child that still runs and to all below it. One that hangs in the filesystem is left behind."""
+    import psutil
+
+    if child.poll() is None:
+        for pid in _tree(child.pid) - {child.pid}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send_signal(psutil.Process(pid), signal.SIGKILL)
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1.0)
 
 
 def end(child: subprocess.Popen[bytes], timeout_s: float) -> None:

@@ -22,6 +22,9 @@ from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
 from clustertrain.agent.torchrun import AFTER_FAILURE_S
+from clustertrain.agent.tracking import HURRIED_STOP_S as HURRIED_TRACKING_S
+from clustertrain.agent.tracking import STOP_S as TRACKING_S
+from clustertrain.agent.tracking import Tracking
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
 from clustertrain.run import documents
@@ -101,6 +104,7 @@ class Agent:
         self.deadline = deadlines.read(place.attempt.deadline)
         self.aborted = False
         self.recording: Recording | None = None
+        self.tracking = Tracking(place.run, place.attempt, place.environ, self.log)
 
     def run(self) -> NodeResult:
         p = self.place
@@ -119,16 +123,20 @@ class Agent:
             self.log.write("agent_started", node=p.node, node_rank=p.node_rank, gpus=recording.gpus)
             if p.node_rank == 0:
                 recording.compact_earlier()
+                self.tracking.start()
             result = self._ranks()
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
             hurried = result.ending == "stopped" or self._hurried()
+            self.tracking.ask_to_stop()
             recording.stop(HURRIED_STOP_S if hurried else STOP_S)
+            self.tracking.stop(HURRIED_TRACKING_S if hurried else TRACKING_S)
             if not hurried:
                 recording.compact(self._hurried)
             return result
         finally:
             recording.stop()
+            self.tracking.stop(0.0)
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
 
@@ -150,7 +158,7 @@ class Agent:
         try:
             self._watch(child)
         finally:
-            proc.kill_descendants()
+            proc.kill_descendants(spare=self.tracking.pid)
             child.wait()
         tail = _tail(self._launcher_log) if child.returncode else None
         return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), log_tail=tail)
@@ -241,6 +249,7 @@ class Agent:
                 if any(r["ending"] == "failed" for r in records.values()):
                     failed_at = failed_at or clock.monotonic()
                 self._look_for_stop()
+                self.tracking.look()
             if self.signals.first and self.stopping is None:
                 self._heed_signals()
             waited = clock.monotonic()

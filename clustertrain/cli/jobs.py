@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import socket
@@ -36,13 +37,14 @@ def _say(run: RunDir, event: str, **fields: Any) -> None:
 
 @click.command("list")
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@click.option("--recipe", metavar="HASH", help="Only runs of the recipe with this hash, or the beginning of one.")
+@click.option("--same-as", metavar="RUN", help="Only runs of the same recipe as RUN's.")
 @json_option
-def list_(limit: int, as_json: bool) -> None:
+def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
     """My runs, newest first."""
     from clustertrain.launch.look import Unreadable, look_all
-    from clustertrain.run.resolve import all_runs
 
-    found = look_all(all_runs()[:limit])
+    found = look_all(_of_recipe(recipe, same_as)[:limit])
     if as_json:
         print_json([_unreadable_json(x) if isinstance(x, Unreadable) else status_json(x) for x in found])
         return
@@ -56,6 +58,27 @@ def list_(limit: int, as_json: bool) -> None:
     # Below the table: a reason is a sentence.
     unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in found if isinstance(x, Unreadable)]
     emit(make_console(), Group(*([runs_table(looks)] if looks or not unreadable else []), *unreadable))
+
+
+def _of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
+    """All runs, or those of one recipe."""
+    from clustertrain.run.identity import recipe_hash
+    from clustertrain.run.resolve import all_runs
+
+    if recipe is not None and same_as is not None:
+        raise UsageError("--recipe and --same-as: choose one")
+    if recipe is None and same_as is None:
+        return all_runs()
+    with readable():
+        wanted = recipe if recipe is not None else recipe_hash(find_run(str(same_as)))
+    if not wanted or set(wanted) - set("0123456789abcdef"):
+        raise UsageError(f"--recipe {wanted!r}: no hash", fix="`list` and `status --json` show it, as recipe_hash")
+    found = []
+    for run in all_runs():
+        with contextlib.suppress(ClusterTrainError, OSError):  # one that does not read is of no recipe
+            if recipe_hash(run).startswith(wanted):
+                found.append(run)
+    return found
 
 
 def _unreadable_json(row: Any) -> dict[str, Any]:
@@ -89,6 +112,8 @@ def status(name: str, as_json: bool) -> None:
 def status_json(seen: Any) -> dict[str, Any]:
     """The keys that scripts lean on (docs: design of the public interface), and a few more."""
     import msgspec
+
+    from clustertrain.run.identity import recipe_hash
 
     view = seen.view
     return {
@@ -125,6 +150,7 @@ def status_json(seen: Any) -> dict[str, Any]:
         "roll_backs": seen.roll_backs,
         "goodput": msgspec.to_builtins(seen.goodput),
         "contract": msgspec.to_builtins(seen.contract),
+        "recipe_hash": recipe_hash(seen.run),
         "run_dir": str(seen.run.path),
     }
 

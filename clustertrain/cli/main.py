@@ -19,6 +19,8 @@ COMMANDS = {
     "plan": ("clustertrain.cli.plan:plan", "Show what submit would choose and why; submit nothing."),
     "list": ("clustertrain.cli.jobs:list_", "My runs, newest first."),
     "status": ("clustertrain.cli.jobs:status", "A run's attempts, their endings, the step and where the time went."),
+    "sweep": ("clustertrain.cli.sweep:sweep", "Submit a run for each point of a grid; show their results."),
+    "runs": ("clustertrain.cli.runs:runs", "Compare runs; hand their scalars on to trackers."),
     "logs": ("clustertrain.cli.logs:logs", "Per-rank logs, followed across requeues."),
     "wait": ("clustertrain.cli.jobs:wait", "Wait for runs to end; exit 0 only if all completed."),
     "cancel": ("clustertrain.cli.jobs:cancel", "End runs for good."),

@@ -135,7 +135,7 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
     "--sweep",
     multiple=True,
     metavar="KEY.PATH=V,V,…",
-    help="A run for each value; of several keys for each combination.",
+    help="As `sweep --grid`: a run for each value; of several keys for each combination.",
 )
 @click.option("--at-once", type=_POSITIVE, metavar="K", help="Runs of a sweep at a time; default: all, locally one.")
 @job_options
@@ -154,9 +154,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
         raise UsageError("--follow shows one run, --sweep submits several", fix="use --wait")
     request = request_of(options)
     if sweep:
-        return (
-            _dry_sweep(request, sweep, at_once, as_json) if dry_run else _sweep(request, sweep, at_once, wait, as_json)
-        )
+        return submit_swept(request, sweep, at_once, as_json, dry_run=dry_run, wait=wait, option="--sweep")
     if dry_run:
         return _dry_run(request, as_json)
     from clustertrain.launch.submit import submit as transaction
@@ -193,10 +191,22 @@ def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     return 0
 
 
-def _sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, wait: bool, as_json: bool) -> int:
+def submit_swept(
+    request: SubmitRequest,
+    given: tuple[str, ...],
+    at_once: int | None,
+    as_json: bool,
+    *,
+    dry_run: bool,
+    wait: bool,
+    option: str,
+) -> int:
+    """``option`` is what ``given`` was given with, for errors; returns the exit code."""
+    if dry_run:
+        return _dry_sweep(request, given, at_once, as_json, option)
     from clustertrain.launch.sweep import submit_sweep, words
 
-    done = submit_sweep(request, given, at_once)
+    done = submit_sweep(request, given, at_once, option)
     for note in done.notes:
         click.echo(f"note: {note}", err=True)
     if as_json:
@@ -217,11 +227,11 @@ def _sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, 
     return int(wait_for([submitted.run for submitted, _ in done.runs], done.folder.name))
 
 
-def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, as_json: bool) -> int:
+def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, as_json: bool, option: str) -> int:
     """As text the array's script and the first run's; as JSON those of all runs."""
     from clustertrain.launch.sweep import dry_sweep, words
 
-    made = dry_sweep(request, given, at_once)
+    made = dry_sweep(request, given, at_once, option)
     if as_json:
         runs = [{"set": values, "script": run.script, "plan": run.plan} for run, values in made.runs]
         print_json({"script": made.script, "runs": runs})

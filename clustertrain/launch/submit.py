@@ -15,7 +15,7 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
-from clustertrain.launch import alerting, code, filesystem, record, render, snapshot
+from clustertrain.launch import alerting, code, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -23,6 +23,7 @@ from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
+from clustertrain.run.identity import hash_of
 from clustertrain.spec import places, shards
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.recipe import Recipe
@@ -114,6 +115,8 @@ def check(prepared: Prepared) -> list[str]:
     found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
+    environ = {**os.environ, **prepared.spec.env}
+    found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     return [note for note in found if note]
 
 
@@ -217,7 +220,8 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
-    fsio.write_json(run.record, {**made_from, "contract": contract.recorded(spec.recipe)})
+    made_from = {**made_from, "contract": contract.recorded(spec.recipe), "recipe_hash": hash_of(spec)}
+    fsio.write_json(run.record, made_from)
     _make_checkpoints(run, spec)
 
 

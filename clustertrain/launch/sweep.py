@@ -1,10 +1,12 @@
-"""``submit --sweep``: the product of the values as ordinary runs, handed over as one job array. All, or none."""
+"""``sweep --grid`` and ``submit --sweep``: the product of the values as ordinary runs, handed over as one job array.
+All, or none."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +25,13 @@ from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
 from clustertrain.spec.strict import assigned, value_of
 
+OPTION, LOG = "--sweep", "log:"
 MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run to be, and its values of ``--sweep``."""
+    """One run to be, and its values of the grid."""
 
     prepared: Prepared
     values: Mapping[str, Any]
@@ -59,57 +62,75 @@ def words(values: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v, default=str)}" for key, v in values.items())
 
 
-def product(given: Sequence[str], assignments: Iterable[str]) -> list[dict[str, Any]]:
-    """The values of every run, from the texts of ``--sweep`` and ``--set``; the last ``--sweep`` changes fastest.
+def product(given: Sequence[str], assignments: Iterable[str], option: str = OPTION) -> list[dict[str, Any]]:
+    """The values of every run, from the texts of ``option`` and ``--set``; the last one given changes fastest.
 
     Raises:
         UsageError: no value, an empty one, one that is given twice; a key that is given twice; too many runs.
     """
     taken = {assigned(text)[0] for text in assignments}
     axes: dict[str, list[Any]] = {}
-    for option in given:
-        key, text = assigned(option, "--sweep")
+    for one in given:
+        key, text = assigned(one, option)
         if key in taken or key in axes:
-            raise UsageError(f"--sweep {option}: {key} is given twice", fix="give all its values in one --sweep")
-        axes[key] = _values(option, text.strip())
+            raise UsageError(f"{option} {one}: {key} is given twice", fix=f"give all its values in one {option}")
+        axes[key] = _values(f"{option} {one}", text.strip())
     sizes = [len(values) for values in axes.values()]
     if math.prod(sizes) > MOST_RUNS:
         raise UsageError(
-            f"--sweep: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MOST_RUNS} tasks that "
+            f"{option}: {' x '.join(map(str, sizes))} = {math.prod(sizes)} runs, more than the {MOST_RUNS} tasks that "
             "an array may have",
             fix="submit a part of the values at a time",
         )
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def _values(option: str, text: str) -> list[Any]:
+def _values(given: str, text: str) -> list[Any]:
+    values: Any
     if text.startswith("["):
         values = value_of(text)
         if not isinstance(values, list):
-            raise UsageError(f"--sweep {option}: not a list in TOML", fix='write it as key=["a,b", "c"]')
+            raise UsageError(f"{given}: not a list in TOML", fix='write it as key=["a,b", "c"]')
+    elif text.startswith(LOG):
+        values = _log_spaced(given, text)
     else:
         items = [item.strip() for item in text.split(",")]
         if "" in items:
-            raise UsageError(
-                f"--sweep {option}: an empty value", fix='write it as key=value,value or key=["", "value"]'
-            )
+            raise UsageError(f"{given}: an empty value", fix='write it as key=value,value or key=["", "value"]')
         values = [value_of(item) for item in items]
     if not values:
-        raise UsageError(f"--sweep {option}: no value")
+        raise UsageError(f"{given}: no value")
     for n, value in enumerate(values):
         if value in values[:n]:
-            raise UsageError(f"--sweep {option}: {value!r} is given twice", fix="leave one of them out")
-    return values
+            raise UsageError(f"{given}: {value!r} is given twice", fix="leave one of them out")
+    return list(values)
 
 
-def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None) -> Swept:
+def _log_spaced(given: str, text: str) -> list[float]:
+    """``log:1e-5:1e-2:7``: seven values from the one to the other, each the same multiple of the one before, to four
+    digits; the ends are exact."""
+    found = re.fullmatch(rf"{LOG}([^:]+):([^:]+):(\d+)", text)
+    try:
+        first, last, count = (float(found[1]), float(found[2]), int(found[3])) if found else (0.0, 0.0, 0)
+    except ValueError:
+        first, last, count = 0.0, 0.0, 0
+    if not (0 < first < math.inf and 0 < last < math.inf and 2 <= count <= MOST_RUNS):
+        raise UsageError(
+            f"{given}: not of the form log:FIRST:LAST:COUNT with two numbers above 0 and a count from 2 to {MOST_RUNS}",
+            fix="write it as key=log:1e-5:1e-2:7",
+        )
+    inner = (first * (last / first) ** (i / (count - 1)) for i in range(1, count - 1))
+    return [first, *(float(f"{value:.4g}") for value in inner), last]
+
+
+def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None, option: str = OPTION) -> Swept:
     """Check and plan every run, write them all and hand them to the backend.
 
     Raises:
         UsageError, ConfigError: before anything is made.
         SchedulerRefused: with Slurm's words; all folders are gone again.
     """
-    tasks, notes = _prepare(request, given)
+    tasks, notes = _prepare(request, given, option)
     first = tasks[0].prepared
     job = first.spec.job
     sweep = folder.create_sweep(job.name, share=job.share)
@@ -147,19 +168,19 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
     return Swept(sweep, job_ids[0].rpartition("_")[0] or None, name, tuple(runs), tuple(notes))
 
 
-def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None) -> DrySweep:
+def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None, option: str = OPTION) -> DrySweep:
     """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
-    tasks, notes = _prepare(request, given)
+    tasks, notes = _prepare(request, given, option)
     name = f"{folder.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
     runs = [(DryRun(t.prepared.plan, submit.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
     return DrySweep(_array_script(tasks, name, at_once), tuple(runs), tuple(notes))
 
 
-def _prepare(request: SubmitRequest, given: Sequence[str]) -> tuple[list[Task], list[str]]:
+def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple[list[Task], list[str]]:
     """All runs, checked one by one and against each other; and warnings."""
     tasks: list[Task] = []
     notes: list[str] = []
-    for values in product(given, request.assignments):
+    for values in product(given, request.assignments, option):
         try:
             prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None)
             notes += [*prepared.plan.warnings, *submit.check(prepared)]
@@ -167,23 +188,23 @@ def _prepare(request: SubmitRequest, given: Sequence[str]) -> tuple[list[Task], 
             raise type(e)(f"with {words(values)}: {e.message}", fix=e.fix) from e
         tasks.append(Task(prepared, values))
     first = tasks[0].prepared
-    _refuse_equal(tasks)
-    _refuse_other_resources(tasks)
+    _refuse_equal(tasks, option)
+    _refuse_other_resources(tasks, option)
     return tasks, [*dict.fromkeys(notes), *first.backend.advice(first.spec.job.partition)]
 
 
-def _refuse_equal(tasks: Sequence[Task]) -> None:
+def _refuse_equal(tasks: Sequence[Task], option: str) -> None:
     seen: dict[bytes, Task] = {}
     for task in tasks:
         other = seen.setdefault(msgspec.json.encode(task.prepared.spec), task)
         if other is not task:
             raise UsageError(
-                f"--sweep: {words(other.values)} and {words(task.values)} give the same run",
-                fix="leave out the option that sets the same thing, which wins over --sweep",
+                f"{option}: {words(other.values)} and {words(task.values)} give the same run",
+                fix=f"leave out the option that sets the same thing, which wins over {option}",
             )
 
 
-def _refuse_other_resources(tasks: Sequence[Task]) -> None:
+def _refuse_other_resources(tasks: Sequence[Task], option: str) -> None:
     """All tasks of an array are submitted with one set of directives."""
 
     first = _directives(tasks[0].prepared)
@@ -193,7 +214,7 @@ def _refuse_other_resources(tasks: Sequence[Task]) -> None:
             a, b = (asked.get(key, "absent") or "present" for asked in (first, other))
             if a != b and key != "job-name":
                 raise ConfigError(
-                    f"--sweep: {words(tasks[0].values)} and {words(task.values)} differ in --{key} ({a} and {b}), and "
+                    f"{option}: {words(tasks[0].values)} and {words(task.values)} differ in --{key} ({a} and {b}), and "
                     "the tasks of an array share their resources",
                     fix="submit one sweep for each",
                 )

@@ -18,6 +18,7 @@ _LINES = {
     "gpu_lost": "GPU {index} of {host} is lost: {reason}",
     "gpu_back": "GPU {index} of {host} is back",
     "telemetry_failed": "telemetry of {host}: {reason}",
+    "tracking_failed": "tracking on {host}: {reason}",
     "alert_not_delivered": "an alert was not delivered by {way}: {reason}",
     "ended": "{ending}: {reason}",
     "requeued": "requeued ({how})",

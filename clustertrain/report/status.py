@@ -18,6 +18,7 @@ from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, nu
 from clustertrain.run import attempts, documents
 from clustertrain.run.contract import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
+from clustertrain.run.identity import recipe_hash
 from clustertrain.spec.evaluation import PREFIX
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ PART_WORDS = {
     "lost_s": "lost",
 }
 METER = 30
+RECIPE_DIGITS = 7  # of its hash; `list --recipe` takes as few
 
 
 def styled(word: str) -> Text:
@@ -238,7 +240,18 @@ def runs_table(looks: Sequence[Look]) -> RenderableType:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("attempts", justify="right")
     table.add_column("started", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
     for x in looks:
         started = next((a.start for a in x.history if a.start), None)
-        table.add_row(x.run.id, styled(x.state), x.job_id or "-", steps_of(x), str(len(x.history)), local_time(started))
+        recipe = recipe_hash(x.run)[:RECIPE_DIGITS]
+        row = (
+            x.run.id,
+            styled(x.state),
+            x.job_id or "-",
+            steps_of(x),
+            str(len(x.history)),
+            local_time(started),
+            recipe,
+        )
+        table.add_row(*row)
     return table

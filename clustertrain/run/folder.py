@@ -152,6 +152,11 @@ class RunDir:
         return self.path / "profiles"
 
     @property
+    def tracking(self) -> Path:
+        """What trackers keep, and what each has been handed. Written by the tracking process."""
+        return self.path / "tracking"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder, or a link to ``--checkpoint-dir``."""
         return self.path / "checkpoints"

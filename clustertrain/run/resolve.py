@@ -133,6 +133,35 @@ def resolve_all(name: str) -> list[RunDir]:
     return _holders(name, all_runs()) or [resolve(name)]
 
 
+def resolve_sweep(name: str) -> Path:
+    """The folder of a sweep: its exact name; ``latest``; the id of its array or a job of it; else a unique prefix.
+
+    Raises:
+        NotFound: nothing fits.
+        Ambiguous: several do; they are listed.
+        UsageError: the name is empty.
+    """
+    _check(name)
+    try:
+        known = sorted((p for p in sweeps_folder().iterdir() if p.is_dir()), key=lambda p: -p.stat().st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        known = []
+    if not known:
+        raise NotFound(f"there are no sweeps in {settings.home()}", fix="start one with `clustertrain sweep`")
+    exact = [path for path in known if path.name == name]
+    if name == "latest" or exact:
+        return exact[0] if exact else known[0]
+    held = {run.path for run in _holders(name, all_runs())}
+    fitting = [p for p in known if held & {run.path for run in sweep_runs(p)}] if held else []
+    fitting = fitting or [p for p in known if p.name.startswith(name)]
+    if not fitting:
+        raise NotFound(f"no sweep {name!r} in {settings.home()}", fix=f"the newest one is {known[0].name}")
+    if len(fitting) > 1:
+        names = ", ".join(p.name for p in fitting[:SHOWN])
+        raise Ambiguous(f"{name!r} fits {len(fitting)} sweeps: {names}", fix="name one of them")
+    return fitting[0]
+
+
 def sweep_runs(sweep: Path) -> list[RunDir]:
     """The runs of a sweep's folder that are still there, in the order of its tasks."""
     links = sorted((p for p in sweep.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -14,7 +15,7 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     to: tuple[Tracker, ...] = ()
     project: str = ""  # wandb's project, MLflow's experiment; "": the run's name
-    uri: str = ""  # MLflow's tracking URI; "": what the environment says, else a folder of the run
+    uri: str = ""  # MLflow's tracking URI; "": what the environment says, else a database in the run's folder
     offline: bool = False  # wandb: keep everything in the run's folder, for `wandb sync`
 
     def __post_init__(self) -> None:
@@ -22,5 +23,10 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"to = {list(self.to)}: one is named twice")
         if self.uri and "mlflow" not in self.to:
             raise ValueError(f'uri = {self.uri!r} has no effect without to = ["mlflow"]')
+        if "@" in urlsplit(self.uri).netloc:
+            raise ValueError(
+                "uri: a name or password in it would be kept with the run; give them in the environment, as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI as a whole"
+            )
         if self.offline and "wandb" not in self.to:
             raise ValueError('offline has no effect without to = ["wandb"]')

@@ -17,6 +17,7 @@ from clustertrain.spec.data import AugmentSpec, DataSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.strict import build
 from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.spec.tracking import TrackingSpec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,6 +35,13 @@ def test_every_key_of_parallel_is_documented_with_its_default() -> None:
     for field in msgspec.structs.fields(ParallelSpec):
         value = [] if field.default == () else field.default
         shown = msgspec.json.encode(value).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_key_of_tracking_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "tracking.md").read_text()
+    for field in msgspec.structs.fields(TrackingSpec):
+        shown = msgspec.json.encode([] if field.default == () else field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 

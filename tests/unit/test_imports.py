@@ -102,6 +102,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["status"], "clustertrain.report.status"),
         (["status", "--json"], "clustertrain.launch.look"),
         (["list"], "clustertrain.report.status"),
+        (["list", "--same-as", "latest"], "clustertrain.run.identity"),
         (["telemetry"], "clustertrain.telemetry.analysis.query"),
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),
@@ -115,6 +116,16 @@ def test_reading_a_run_imports_no_torch(submitted: Path, argv: list[str], proof:
     modules = _modules(submitted, *argv)
     assert proof in modules
     assert not {"torch", "submitit", "jinja2"} & modules
+
+
+def test_comparing_and_showing_a_sweep_import_no_torch(submitted: Path) -> None:
+    modules = _modules(submitted, "sweep", "--grid", "train.seed=1,2", "--name", "two")
+    assert not {"torch", "numpy", "rich"} & modules
+    modules = _modules(submitted, "sweep", "show")
+    assert "clustertrain.report.runs.sweep" in modules and not {"torch", "submitit", "tensorboard"} & modules
+    runs = sorted(p.name for p in (Path(os.environ["CLUSTERTRAIN_HOME"]) / "runs").glob("two-*"))
+    modules = _modules(submitted, "runs", "compare", *runs)
+    assert "clustertrain.report.plot" in modules and not {"torch", "submitit", "tensorboard"} & modules
 
 
 def test_the_package_imports_only_the_standard_library() -> None:

@@ -29,7 +29,13 @@ def write(summary: Summary, curves: Curves, path: Path) -> int:
         ConfigError: ``path`` cannot be written, or is a folder or a device; the installation is incomplete.
     """
     check(path)
-    data = page.render(summary, curves).encode("utf-8", "replace")  # a lone surrogate of a file's name
+    return replace(path, page.render(summary, curves))
+
+
+def replace(path: Path, text: str) -> int:
+    """As :func:`write`, of a page that is rendered."""
+    check(path)
+    data = text.encode("utf-8", "replace")  # a lone surrogate of a file's name
     try:
         # As any program of the user's would: as open to others as the umask says.
         with fsio.replacing(path, mode=0o666) as f:

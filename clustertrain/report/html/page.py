@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,33 +19,29 @@ from clustertrain.report.html.pack import Packer
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.summary import AttemptSummary, Summary
 
+if TYPE_CHECKING:
+    import jinja2
+
 UPLOT = "1.6.32"
-_VENDORED = Path(__file__).parent / "vendored"
+VENDORED = Path(__file__).parent / "vendored"
 SCRIPTS = ("data.js", "charts.js", "maps.js", "page.js")
 STYLES = ("page.css",)
 
 
 def render(summary: Summary, curves: Curves) -> str:
     """The page. Raises ConfigError when the installation is incomplete."""
-    import jinja2
     from markupsafe import Markup
 
     folder = templates.folder() / "telemetry"
-    scripts = [_read(_VENDORED / "uPlot.iife.min.js"), _wrapped(folder)]
-    styles = [_read(_VENDORED / "uPlot.min.css"), *(_read(folder / s) for s in STYLES)]
+    scripts = [read(VENDORED / "uPlot.iife.min.js"), _wrapped(folder)]
+    styles = [read(VENDORED / "uPlot.min.css"), *(read(folder / s) for s in STYLES)]
     marks, left_out = charts.placed(summary)
     packer = Packer()
     phases, phases_left_out = charts.phases(summary)
     data = _data(summary, curves, marks, packer) | {"phases": phases}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=True,
-    )
-    environment.filters.update(facts.FILTERS)
-    return environment.get_template("page.html.j2").render(
+    filled = environment(folder)
+    filled.filters.update(facts.FILTERS)
+    return filled.get_template("page.html.j2").render(
         s=summary,
         curves=curves,
         facts=facts.of(summary),
@@ -53,26 +49,39 @@ def render(summary: Summary, curves: Curves) -> str:
         marks_left_out=left_out,
         phases_left_out=phases_left_out,
         has_curves=bool(data["charts"]),
-        policy=_policy(scripts, styles),
+        policy=policy(scripts, styles),
         scripts=[Markup(x) for x in scripts],
         styles=[Markup(x) for x in styles],
-        data=Markup(_in_script(data)),
+        data=Markup(in_script(data)),
         blob=packer.blob(),
         uplot=UPLOT,
-        licence=_read(_VENDORED / "uPlot.LICENSE"),
+        licence=read(VENDORED / "uPlot.LICENSE"),
     )
 
 
-def _read(path: Path) -> str:
+def environment(folder: Path) -> jinja2.Environment:
+    """Escapes all that is not marked as safe."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+    )
+
+
+def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
 def _wrapped(folder: Path) -> str:
-    body = "\n".join(_read(folder / name) for name in SCRIPTS)
+    body = "\n".join(read(folder / name) for name in SCRIPTS)
     return f'"use strict";\n(() => {{\n{body}}})();\n'
 
 
-def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     """Only what the page brings along may run, and nothing may be fetched."""
     return "; ".join(
         [
@@ -89,7 +98,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _in_script(value: Any) -> str:
+def in_script(value: Any) -> str:
     """JSON that cannot end the element that it stands in."""
     text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -23,7 +23,16 @@ class Setting(msgspec.Struct, frozen=True):
 
 _PLANNED = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
 # What is set to choose a plan, not what came of it; where and how a run is kept and watched; and its name.
-_LEFT_OUT = ("recipe.telemetry.", "recipe.rehearsal.", "recipe.parallel.", "job.", "script.cwd", "version", "env.")
+_LEFT_OUT = (
+    "recipe.telemetry.",
+    "recipe.tracking.",
+    "recipe.rehearsal.",
+    "recipe.parallel.",
+    "job.",
+    "script.cwd",
+    "version",
+    "env.",
+)
 _REPLACED = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")  # by the plan's
 _OF_JOB = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from clustertrain import fsio
 from clustertrain.cli.common import find_run, find_runs
 from clustertrain.cli.main import main
 from clustertrain.errors import Ambiguous
+from clustertrain.report.runs.comparison import Value
+from clustertrain.report.runs.sweep import Reader
+from clustertrain.run import curves
 from clustertrain.run.folder import RunDir
 from tests.fake_slurm.fixture import FakeSlurm
 
@@ -174,3 +178,113 @@ def test_anothers_sweep_is_found_through_the_jobs_working_directory(
     with pytest.raises(Ambiguous, match="'4711' fits 3 runs"):
         find_run("4711")
     assert [run.id for run in find_runs(["4711_2", "4711"])] == [ids[2], ids[0], ids[1]]
+
+
+def test_a_grid_is_the_same_sweep(type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("sweep", "--grid", "optim.lr=log:1e-4:1e-2:3", "--at-once", "2", "--json", "--name", "lr") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["set"] for row in shown["runs"]] == [{"optim.lr": lr} for lr in (1e-4, 1e-3, 1e-2)]
+    assert shown["sweep"].startswith("lr-") and "#SBATCH --array=0-2%2\n" in fake_slurm.calls("sbatch")[0].script
+    assert type_("sweep", "--grid", "train.seed=1,2", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --array=0-1\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "sweep: no --grid"),
+        (["--grid", "train.seed="], "--grid train.seed=: an empty value"),
+        (["--grid", "train.seed=1", "--grid", "train.seed=2"], "give all its values in one --grid"),
+    ],
+)
+def test_a_bad_grid(words: list[str], said: str, type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_("sweep", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def rows_of(run: RunDir, attempt: int, losses: dict[int, float]) -> None:
+    lines = [json.dumps({"step": step, "t": 10.0 + step, "loss": loss}) for step, loss in losses.items()]
+    run.metrics_of(attempt).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def results(three: dict[str, Any], fake_slurm: FakeSlurm) -> dict[str, Any]:
+    """The first run has ended, the second was requeued once and runs, the third waits."""
+    first, second, _ = (RunDir(Path(row["run_dir"])) for row in three["runs"])
+    completed(first, "4711_0")
+    rows_of(first, 1, {1: 5.0, 2: 4.0, 3: 4.5})
+    for n in (1, 2):
+        second.attempt(n).events.mkdir(parents=True)
+        fsio.write_json(second.attempt(n).record, {"job_id": "4711_1", "restart": n - 1, "t": 10.0 * n})
+    second.attempt(1).events_of("batch").write_text(
+        '{"t": 12, "event": "ended", "ending": "preempted"}\n{"t": 12, "event": "requeued", "how": "requeue"}\n'
+    )
+    rows_of(second, 1, {1: 5.0, 2: 1.0})
+    rows_of(second, 2, {2: 3.5, 3: 3.0, 4: 3.25})
+    running = "4711_1|RUNNING|1|10|N/A|N/A|node01|None|\n"
+    fake_slurm.answers("squeue", stdout=running + PENDING.format(2))
+    return three
+
+
+def test_the_results_of_a_sweep_that_runs(
+    results: dict[str, Any], type_: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (results["sweep"], "4711", "4711_1", results["sweep"][:-2], "latest"):
+        assert type_("sweep", "show", name, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["sweep"] == results["sweep"]
+    ids = [row["run"] for row in results["runs"]]
+    assert (found["metric"], found["higher_is_better"], found["best"], found["gone"]) == ("loss", False, ids[1], 0)
+    assert [(r["run"], r["set"]["train.seed"], r["state"], r["attempts"]) for r in found["runs"]] == [
+        (ids[1], 2, "running", 2), (ids[0], 1, "completed", 1), (ids[2], 3, "pending", 0)
+    ]  # fmt: skip
+    # The 1.0 of step 2 was run again, as 3.5.
+    assert [(r["best"], r["last"]) for r in found["runs"]] == [
+        ({"step": 3, "value": 3.0}, {"step": 4, "value": 3.25}),
+        ({"step": 2, "value": 4.0}, {"step": 3, "value": 4.5}),
+        (None, None),
+    ]
+
+
+def test_the_results_as_a_table(
+    results: dict[str, Any], type_: Type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert type_("sweep", "show") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{results['sweep']}  1 of 3 runs have ended; by loss, lower is better"
+    words = [line.split() for line in lines[2:]]
+    assert words[0] == ["train.seed", "best", "at", "step", "last", "step", "state", "starts", "run"]
+    assert words[1][:5] == ["*", "2", "3", "3", "3.25"] and words[1][6:8] == ["running", "2"]
+    assert words[2][:4] == ["1", "4", "2", "4.5"] and words[3][:4] == ["3", "–", "–", "–"]
+    assert type_("sweep", "show", "--watch") == 2 and "--watch needs a terminal" in capsys.readouterr().err
+
+
+def test_a_sweep_whose_runs_are_partly_gone(
+    results: dict[str, Any], type_: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(results["runs"][1]["run_dir"])
+    Path(results["runs"][2]["run_dir"], "spec.toml").write_text("version = [")
+    assert type_("sweep", "show", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gone"] == 1 and found["best"] == results["runs"][0]["run"]
+    assert "not valid TOML" in found["runs"][1]["error"]
+    assert type_("sweep", "show", "nope") == 1
+    assert f"the newest one is {results['sweep']}" in capsys.readouterr().err
+
+
+def test_rows_of_a_run_that_has_ended_are_read_once(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(Path(results["sweep_dir"]))
+    first = reader.read()
+    read, asked = curves.read, []
+
+    def counting(run: RunDir, names: list[str]) -> curves.Steps:
+        asked.append(run.id)
+        return read(run, names)
+
+    monkeypatch.setattr(curves, "read", counting)
+    assert reader.read() == first and asked == []
+    running = RunDir(Path(results["runs"][1]["run_dir"]))
+    with running.metrics_of(2).open("a") as f:
+        f.write('{"step": 5, "t": 30, "loss": 2.5}\n')
+    assert asked == [] and reader.read().runs[0].best == Value(5, 2.5) and asked == [running.id]

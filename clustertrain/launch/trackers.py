@@ -1,0 +1,45 @@
+"""What submit says of the trackers that a recipe names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.tracking import TrackingSpec
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[str]:
+    """Notes on ``[tracking]``. ``python`` is the interpreter of the job, ``environ`` its environment.
+
+    Raises:
+        ConfigError: a package is missing, where the job runs with this interpreter.
+    """
+    notes = []
+    for name in spec.to:
+        if python == sys.executable and not _installed(_PACKAGES[name]):
+            extra = "clustertrain" if name == "tensorboard" else f"clustertrain[{name}]"
+            raise ConfigError(
+                f"tracking.to = {name!r}: the package {_PACKAGES[name]} is not installed",
+                fix=f"pip install '{extra}', or leave it out",
+            )
+    if "wandb" in spec.to and not spec.offline and not environ.get("WANDB_API_KEY") and not environ.get("WANDB_MODE"):
+        notes.append(
+            "tracking: no WANDB_API_KEY in the environment: without `wandb login` on the nodes the run stays offline"
+        )
+    uri = spec.uri or environ.get("MLFLOW_TRACKING_URI", "")
+    if "mlflow" in spec.to and uri and urlsplit(uri).scheme in ("", "file"):
+        notes.append(
+            f"tracking.uri = {uri!r}: MLflow keeps stores in folders for old data alone; sqlite:///FILE is its way now"
+        )
+    return notes
+
+
+def _installed(package: str) -> bool:
+    """Not only a folder of that name, as wandb makes one where it is used."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None

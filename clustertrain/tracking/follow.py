@@ -1,0 +1,93 @@
+"""The run's rows as they are written, each step once, from any step on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from clustertrain.run import rows
+from clustertrain.run.folder import RunDir
+
+Row = dict[str, Any]
+CHUNK = 1 << 20
+MOST = 1000  # rows at a time: so many are repeated at most, where a process is killed
+
+
+class Follower:
+    """Rows of all attempts in their order, with ``attempt`` in each.
+
+    Steps only rise: a step that a later attempt ran again is not given twice. Where the later attempt's rows are there
+    already, the step counts as that one ran it, as in :func:`clustertrain.run.metrics.read`.
+
+    Args:
+        after: the last step that is not wanted any more.
+    """
+
+    def __init__(self, run: RunDir, after: int = -1) -> None:
+        self._run = run
+        self.last = after
+        self._attempt = 0
+        self._at = 0  # byte of the attempt's file up to which it is read
+
+    def read(self, most: int = MOST) -> list[Row]:
+        """The next rows; empty where nothing new has been written."""
+        found: list[Row] = []
+        numbers = [a.n for a in self._run.attempts()]
+        while numbers and len(found) < most:
+            if self._attempt == 0:
+                self._begin(numbers[0])
+            later = [n for n in numbers if n > self._attempt]
+            before = self._at
+            found += self._more(self._run.metrics_of(self._attempt), self._cut(later), most - len(found))
+            if self._at == before:
+                if not later:
+                    break
+                self._begin(later[0])
+        return found
+
+    def _begin(self, attempt: int) -> None:
+        self._attempt, self._at = attempt, 0
+
+    def _cut(self, later: list[int]) -> int | None:
+        """The first step that a later attempt ran anew, as far as it is on record."""
+        firsts = [row[0]["step"] for n in later if (row := rows.first(self._run.metrics_of(n), rows.WINDOW))]
+        return min(firsts, default=None)
+
+    def _more(self, path: Path, cut: int | None, most: int) -> list[Row]:
+        """Of one chunk of whole lines; half a line, which is still being written, waits."""
+        try:
+            with path.open("rb") as f:
+                f.seek(self._at)
+                block = f.read(CHUNK)
+                while block and b"\n" not in block and (more := f.read(CHUNK)):
+                    block += more
+        except FileNotFoundError:
+            return []
+        found: list[Row] = []
+        for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
+            if len(found) == most:
+                break
+            self._at += len(line)
+            row = _row(line)
+            if row is not None and row["step"] > self.last and (cut is None or row["step"] < cut):
+                self.last = row["step"]
+                found.append({**row, "attempt": self._attempt})
+        return found
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # torn by a kill
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """What of a row is worth a curve: numbers, but for the step, the time and the running totals."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, (int, float)) and name not in ("step", "t", "attempt") and not name.startswith("sum_")
+    }

@@ -1,0 +1,144 @@
+"""TensorBoard's event files, in the run's ``tracking/tensorboard``. Written with TensorBoard's own records and
+protocol buffers, record by record: its event writer has a queue and a thread, and would load TensorFlow where that is
+installed; torch's writer wraps it and imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clustertrain import clock
+from clustertrain.run.folder import RunDir
+from clustertrain.tracking.facts import Facts
+from clustertrain.tracking.follow import Row, scalars
+from clustertrain.tracking.tracker import State, folder
+
+PREFIX = "events.out.tfevents."  # what TensorBoard looks for
+SUFFIX = ".clustertrain"
+
+
+class TensorBoard:
+    """A new file at each start, since a reader that has seen the end of one goes on to the next by name. What a killed
+    process wrote after its last word in the state is cut off, and written again: no step is there twice."""
+
+    name = "tensorboard"
+
+    def __init__(self, run: RunDir, facts: Facts) -> None:
+        self._facts = facts
+        self._folder = folder(run, self.name)
+        self._state = State(run, self.name)
+        self._file: BinaryIO | None = None
+        self._records: Any = None
+        self._path = Path()
+        self._step = -1
+
+    def open(self) -> int:
+        state = self._state.read()
+        known = str(state.get("file") or "")
+        self._step = int(state.get("step", -1))
+        for path in self._own():
+            if path.name > known:
+                path.unlink()
+            elif path.name == known and path.stat().st_size > int(state["bytes"]):
+                os.truncate(path, int(state["bytes"]))
+        if known and not (self._folder / known).exists():
+            return self._start_over()
+        return self._step
+
+    def _start_over(self) -> int:
+        """The newest file has been deleted: all are written anew from the rows."""
+        for path in self._own():
+            path.unlink()
+        self._step = -1
+        return self._step
+
+    def _own(self) -> list[Path]:
+        return sorted(p for p in self._folder.iterdir() if p.name.startswith(PREFIX) and p.name.endswith(SUFFIX))
+
+    def hand(self, rows: Sequence[Row]) -> None:
+        if self._file is None:
+            self._begin()
+        for row in rows:
+            # Numbers of 32 bits, as of TensorBoard's own writers; a greater one is infinite there.
+            self._write(row["step"], float(row.get("t") or clock.now()), scalars(row))
+        self._step = rows[-1]["step"]
+        self._commit()
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        first = not self._own()
+        newest = max((int(p.name.removeprefix(PREFIX).partition(".")[0]) for p in self._own()), default=0)
+        number = max(int(clock.now()), newest + 1)  # a clock may have been set back
+        self._path = self._folder / f"{PREFIX}{number:010d}.{socket.gethostname()}.{os.getpid()}{SUFFIX}"
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._records.write(Event(wall_time=clock.now(), file_version="brain.Event:2").SerializeToString())
+        for summary in _about(self._facts, first=first):
+            event = Event(wall_time=clock.now(), step=max(0, self._step), summary=summary)
+            self._records.write(event.SerializeToString())
+
+    def _write(self, step: int, t: float, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = [Summary.Value(tag=tag, simple_value=_single(value)) for tag, value in values.items()]
+        self._records.write(Event(wall_time=t, step=step, summary=Summary(value=found)).SerializeToString())
+
+    def _commit(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._state.write(file=self._path.name, bytes=self._file.tell(), step=self._step)
+
+    def close(self, ending: str | None) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def abandon(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what it could not write is cut off at the next opening
+                self._file.close()
+            self._file = None
+
+
+_MOST = 3.4028234663852886e38  # of 32 bits
+
+
+def _single(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) > _MOST else value
+
+
+def _about(facts: Facts, *, first: bool) -> list[Any]:
+    """The settings, for the tabs Text and HParams, once; and what this attempt runs on."""
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+    found = [_text("attempt", _table(facts.attempt))] if facts.attempt else []
+    if first:
+        plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in facts.config.items()}
+        found += [_text("run", _table(facts.tags)), _text("recipe", _table(plain))]
+        found.append(hparams_pb(plain, trial_id=facts.run))
+    return found
+
+
+def _table(values: dict[str, Any]) -> str:
+    """As the Markdown that the tab Text shows."""
+    rows = [f"| {key} | `{str(value).replace('|', chr(92) + '|')}` |" for key, value in values.items()]
+    return "\n".join(["| key | value |", "|---|---|", *rows])
+
+
+def _text(tag: str, markdown: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()], tensor_shape=TensorShapeProto())
+    about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=about, tensor=tensor)])

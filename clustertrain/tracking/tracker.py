@@ -1,0 +1,155 @@
+"""A tracker, and the loop that hands it the rows until it is told to end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
+from clustertrain.tracking.follow import Follower, Row
+
+POLL_S = 2.0
+RETRY_FIRST_S, RETRY_MOST_S = 15.0, 600.0
+
+Tell = Callable[[str, str], None]  # the tracker's name, and what is wrong
+
+
+class Tracker(Protocol):
+    """One place that scalars go to. Whatever it raises, it is abandoned and opened again later."""
+
+    name: str
+
+    def open(self) -> int:
+        """Connect to the run's place there, or make it; the last step that it holds, -1 for none."""
+
+    def hand(self, rows: Sequence[Row]) -> None:
+        """Rows of rising steps, all after what :meth:`open` gave."""
+
+    def close(self, ending: str | None) -> None:
+        """All rows are handed on. ``ending``: ``completed`` or ``failed``; None: the run goes on later."""
+
+    def abandon(self) -> None:
+        """After an error: give back what is held. Must not raise."""
+
+
+class State:
+    """What one tracker has been handed, in ``tracking/state/<name>.json``."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._path = run.tracking / "state" / f"{name}.json"
+
+    def read(self) -> dict[str, Any]:
+        """Empty where there is none yet, or a crash of the machine has left no JSON."""
+        try:
+            found = fsio.read_json(self._path)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write(self, **values: Any) -> None:
+        fsio.make_folder(self._path.parent)
+        fsio.write_json(self._path, values)
+
+
+class Handing:
+    """Hands the rows of ``run`` to one tracker, in a thread: one that waits for a server holds up no other.
+
+    Args:
+        ending: asked when all has been handed on.
+        again: whether to try again after an error; else the first one ends it.
+    """
+
+    def __init__(
+        self, run: RunDir, tracker: Tracker, tell: Tell, *, ending: Callable[[], str | None], again: bool = True
+    ) -> None:
+        self._run = run
+        self._tracker = tracker
+        self._tell = tell
+        self._ending = ending
+        self._again = again
+        self._stop = threading.Event()
+        self._said: str | None = None
+        self._worked = False  # it took rows since it was last opened
+        self.failed = False
+        self.last = -1  # step that the tracker has
+        self.thread = threading.Thread(target=self._follow, name=f"tracking-{tracker.name}", daemon=True)
+
+    def ask_to_stop(self) -> None:
+        """Hand on what is written by now, and end."""
+        self._stop.set()
+
+    def _follow(self) -> None:
+        wait_s = RETRY_FIRST_S
+        while True:
+            try:
+                self._attempt()
+                return
+            except Exception as e:  # a thread's edge, and a library's: what goes wrong there must not end a run
+                self._tracker.abandon()
+                if self._worked:
+                    # The warning of a preemption goes to all processes of a job, and W&B's service ends of it.
+                    print(
+                        f"clustertrain tracking: {self._tracker.name} is opened anew: {e}", file=sys.stderr, flush=True
+                    )
+                    self._worked = False
+                    continue
+                self.failed = True
+                self._say(e)
+            if not self._again or self._stop.wait(wait_s):
+                return
+            wait_s = min(2 * wait_s, RETRY_MOST_S)
+
+    def _attempt(self) -> None:
+        self.last = self._tracker.open()
+        follower = Follower(self._run, self.last)
+        while True:
+            ending = self._stop.is_set()  # asked first: then all that was written before it is read
+            rows = follower.read()
+            if rows:
+                self._tracker.hand(rows)
+                self.last = rows[-1]["step"]
+                if self._said is not None:
+                    print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
+                self._said, self.failed, self._worked = None, False, True
+            elif ending:
+                self._tracker.close(self._ending())
+                self.failed = False
+                return
+            else:
+                self._stop.wait(POLL_S)
+
+    def _say(self, e: Exception) -> None:
+        """Once for each kind of error in a row: a server that is away for a day is one line."""
+        reason = f"{type(e).__name__}: {e}".strip()
+        if type(e).__name__ != self._said:
+            traceback.print_exception(e, limit=-4, file=sys.stderr)
+            self._tell(self._tracker.name, reason)
+        self._said = type(e).__name__
+
+
+def make(name: str, run: RunDir, facts: Any) -> Tracker:
+    """Raises ConfigError where the package is not installed."""
+    # Here and not at the top: each brings a library of its own, of which a run uses one or two.
+    if name == "tensorboard":
+        from clustertrain.tracking.to_tensorboard import TensorBoard
+
+        return TensorBoard(run, facts)
+    if name == "wandb":
+        from clustertrain.tracking.to_wandb import Wandb
+
+        return Wandb(run, facts)
+    from clustertrain.tracking.to_mlflow import MLflow
+
+    return MLflow(run, facts)
+
+
+def folder(run: RunDir, name: str) -> Path:
+    """A tracker's own folder in the run's, made where it is missing."""
+    path = run.tracking / name
+    fsio.make_folder(path)
+    return path

@@ -1,0 +1,43 @@
+"""The page of ``runs compare --html`` in a real browser, from file://."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright import sync_api
+
+from clustertrain.report.html import compared
+from clustertrain.report.runs import comparison
+from tests.browser import test_html_in_chromium as telemetry_page
+from tests.browser.test_html_in_chromium import CHROMIUM, COLOURS, SETTLED
+from tests.unit.tracking.tracked_runs import make, write
+
+pytestmark = telemetry_page.pytestmark
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_two_runs_are_drawn_and_nothing_is_asked_for(tmp_path: Path, scheme: Any) -> None:
+    both = [make(tmp_path, name, contract={"metric": "loss"}) for name in ("a-aaaaaa", "b-bbbbbb")]
+    write(both[0], 1, 1, 300, validation_loss=2.0)
+    write(both[1], 2, 1, 200)
+    compared.write(comparison.of_runs(both, ["loss", "validation_loss"]), tmp_path / "page.html")
+    with sync_api.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=scheme, viewport={"width": 420, "height": 800})
+        asked: list[str] = []
+        said: list[str] = []
+        page.on("request", lambda r: asked.append(r.url))
+        page.on("pageerror", lambda e: said.append(str(e)))
+        page.on("console", lambda m: said.append(m.text))
+        page.goto((tmp_path / "page.html").as_uri())
+        page.evaluate(SETTLED)
+        canvases = page.query_selector_all("figure[data-scalar] canvas")
+        assert len(canvases) == 2 and canvases[0].evaluate(COLOURS) > 4
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.click("#theme")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+        assert page.evaluate("document.documentElement.scrollWidth") <= 420
+        assert said == [] and asked == [(tmp_path / "page.html").as_uri()]
+        browser.close()

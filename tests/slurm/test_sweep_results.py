@@ -1,0 +1,58 @@
+"""``sweep`` on the real cluster: one array, a task of it preempted and requeued, and the results that follow it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.slurm
+# The first attempt of the first run goes on until it is told to stop; everything else is over at once.
+SCRIPT = """
+import os, time
+import clustertrain as ct
+
+held = os.environ["WHO"] == "a" and os.environ["CLUSTERTRAIN_ATTEMPT"] == "1"
+floor = {"a": 1.0, "b": 2.0}[os.environ["WHO"]]
+with ct.session() as session:
+    for step in session.steps(total=100_000 if held else step_count(), state={"done": 0}, checkpoint_every=100_000):
+        session.log(loss=floor + 1 / (step + 1))
+        time.sleep(0.02)
+""".replace("step_count()", "2_000 if os.environ['WHO'] == 'a' else 3")
+
+
+def shown(env: dict[str, str], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(runs.call(env, "sweep", "show", name, "--json").stdout)
+    return found
+
+
+def test_the_table_follows_a_task_that_is_requeued(cluster: Any, tmp_path: Path) -> None:
+    env = {**cluster.env, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+    (tmp_path / "who.py").write_text(SCRIPT)
+    words = ("--grid", "env.WHO=a,b", "--at-once", "1", "--device", "cpu", str(tmp_path / "who.py"))
+    sweep = json.loads(runs.call(env, "sweep", "--json", *words).stdout)
+    a, b = (Run(env, row) for row in sweep["runs"])
+    try:
+        a.wait_for_step(1)
+        found = shown(env, sweep["job_id"])
+        assert found["sweep"] == sweep["sweep"] and found["best"] == a.id
+        assert [(r["run"], r["state"], r["attempts"]) for r in found["runs"]] == [
+            (a.id, "running", 1), (b.id, "pending", 0)
+        ]  # fmt: skip
+        # A job in the high partition takes all nodes for a moment.
+        cluster.run("sbatch", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+        b.complete()
+        a.wait_until_final()
+    finally:
+        runs.call(env, "cancel", sweep["sweep"], check=False)
+    found = shown(env, sweep["sweep"])
+    assert [(r["run"], r["set"], r["state"], r["attempts"]) for r in found["runs"]] == [
+        (a.id, {"env.WHO": "a"}, "completed", 2), (b.id, {"env.WHO": "b"}, "completed", 1)
+    ]  # fmt: skip
+    assert found["runs"][1]["last"] == {"step": 3, "value": pytest.approx(2 + 1 / 3)}
+    assert found["runs"][0]["last"]["step"] == found["runs"][0]["step"] and a.endings() == ["preempted", "completed"]

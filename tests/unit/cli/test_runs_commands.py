@@ -1,0 +1,269 @@
+"""``runs compare``, ``runs track`` and ``list --recipe`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.cli.main import main
+from clustertrain.run import curves, metrics
+from clustertrain.run.folder import RunDir
+from tests.unit.tracking import reading_back
+from tests.unit.tracking.tracked_runs import T0, loss, make, write
+
+Type = Callable[..., int]
+JUDGED = {"contract": {"metric": "loss"}}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home" / "runs"
+
+
+@pytest.fixture
+def type_(home: Path, monkeypatch: pytest.MonkeyPatch) -> Type:
+    def type_(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+        return main()
+
+    return type_
+
+
+def ended(run: RunDir, attempt: int, ending: str, start: float, end: float) -> None:
+    log = fsio.Appender(run.attempt(attempt).events_of("batch"))
+    log.append(
+        {"t": T0 + start, "event": "started", "job_id": "1"}, {"t": T0 + end, "event": "ended", "ending": ending}
+    )
+    log.close()
+    fsio.write_json(run.plan, {"world_size": 4, "device": "cuda"})
+
+
+@pytest.fixture
+def pair(home: Path) -> tuple[RunDir, RunDir]:
+    """A has ten steps in one attempt; B has twelve, of which its second attempt ran two again, and is worse."""
+    a = make(home, "a-aaaaaa", optim={"lr": 1e-3}, **JUDGED)
+    write(a, 1, 1, 10, step_s=0.5)
+    ended(a, 1, "completed", 0, 3600)
+    b = make(home, "b-bbbbbb", optim={"lr": 3e-4}, train={"steps": 12}, **JUDGED)
+    write(b, 1, 1, 8, step_s=0.25)
+    ended(b, 1, "preempted", 0, 1800)
+    write(b, 2, 7, 12, step_s=0.25)
+    ended(b, 2, "completed", 7200, 9000)
+    return a, b
+
+
+def compared(type_: Type, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert type_("runs", "compare", *words, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_contracts_metric_decides(type_: Type, pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(type_, capsys, "a-a", "b-b")
+    assert (found["metric"], found["higher_is_better"], found["winner"]) == ("loss", False, "a-aaaaaa")
+    a, b = found["runs"]
+    assert a["best"] == a["final"] == {"step": 10, "value": loss(10)}
+    assert b["best"] == {"step": 6, "value": loss(6, 1)} and b["final"] == {"step": 12, "value": loss(12, 2)}
+    assert (found["common_step"], a["at_common"], b["at_common"]) == (10, loss(10), loss(10, 2))
+    assert (a["steps_per_s"], b["steps_per_s"]) == (2.0, 4.0)
+    assert (a["gpu_hours"], b["gpu_hours"]) == pytest.approx((4.0, 4.0))
+    assert {s["key"]: s["values"] for s in found["settings"]} == {
+        "recipe.optim.lr": [1e-3, 3e-4], "recipe.train.steps": [200, 12]
+    }  # fmt: skip
+    assert found["notes"] == [
+        "the runs are of different length (A 10 steps, B 12 steps): see the values at the last step that all have"
+    ]
+
+
+def test_a_step_that_was_run_twice_counts_once_as_the_rows_say(pair: Any) -> None:
+    _, b = pair
+    found = curves.read(b, ["loss"])
+    rows = metrics.read(b)
+    assert found.step == [r["step"] for r in rows] == list(range(1, 13))
+    assert found.columns["loss"] == [r["loss"] for r in rows]
+    assert found.curve("loss", "hours").x == pytest.approx([s / 3600 for s in range(1, 7)] + [0.5] * 6, abs=0.01)
+
+
+def test_tokens_go_on_where_the_attempt_before_was_left(home: Path) -> None:
+    run = make(home, "t-tttttt")
+    write(run, 1, 1, 4)
+    write(run, 2, 3, 5)
+    lines = [json.loads(line) for line in run.metrics_of(2).read_text().splitlines()]
+    run.metrics_of(2).write_text("".join(json.dumps({**r, "sum_tokens": 64 * (r["step"] - 2)}) + "\n" for r in lines))
+    assert curves.read(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
+
+
+def test_without_tokens_there_is_no_curve_by_tokens(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(home, "c-cccccc", **JUDGED)
+    write(run, 1, 1, 10)
+    run.metrics_of(1).write_text(run.metrics_of(1).read_text().replace("sum_tokens", "sum_samples"))
+    found = compared(type_, capsys, "a-a", "c-c", "--by", "tokens")
+    assert found["notes"] == ["B: no tokens in its rows, and no curve"]
+    assert found["runs"][1]["tokens"] is None and found["runs"][1]["final"] == {"step": 10, "value": loss(10)}
+
+
+def test_an_attempt_that_died_without_a_word_counts_until_its_last_row(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(home, "c-cccccc", **JUDGED)
+    write(run, 1, 1, 1800)
+    ended(run, 1, "completed", 0, 3600)
+    path = run.attempt(1).events_of("batch")
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert compared(type_, capsys, "a-a", "c-c")["runs"][1]["gpu_hours"] == pytest.approx(4 * 0.5)
+
+
+def test_other_metrics_and_their_direction(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(home, "c-cccccc", **JUDGED)
+    write(run, 1, 1, 3, validation_accuracy=0.5)
+    other = make(home, "d-dddddd", **JUDGED)
+    write(other, 1, 1, 3, validation_accuracy=0.75)
+    found = compared(type_, capsys, "c-c", "d-d", "--metric", "validation_accuracy", "--metric", "loss")
+    assert found["higher_is_better"] and found["winner"] == "d-dddddd"
+    assert found["shown"] == ["validation_accuracy", "loss"]
+    assert type_("runs", "compare", "c-c", "d-d", "--metric", "validation_acuracy") == 2
+    said = capsys.readouterr().err
+    assert "no run has logged it" in said and "did you mean validation_accuracy" in said
+
+
+def test_recipes_that_are_not_judged_alike(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"validation": 0.1}
+    run = make(home, "c-cccccc", contract={"metric": "validation_accuracy"}, data=data)
+    write(run, 1, 1, 3, validation_accuracy=0.5)
+    found = compared(type_, capsys, "a-a", "c-c")
+    assert found["metric"] == "loss" and (
+        "the recipes are not judged alike: A by loss (lower is better), C by validation_accuracy"
+    ).replace("C by", "B by") in " ".join(found["notes"])
+
+
+def test_runs_that_have_nothing_to_compare(
+    type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(home, "new-nnnnnn", **JUDGED)
+    silent = make(home, "silent-ssssss", **JUDGED)
+    write(silent, 1, 1, 0)
+    other = make(home, "other-oooooo", **JUDGED)
+    write(other, 1, 1, 2)
+    text = other.metrics_of(1).read_text().replace('"loss"', '"nll"')
+    other.metrics_of(1).write_text(text)
+    found = compared(type_, capsys, "a-a", "new", "silent", "other")
+    assert found["winner"] is None
+    assert found["notes"] == [
+        "B has not started yet",
+        "C has no rows: no step has ended",
+        "D has no loss in its rows; they have nll, lr",
+    ]
+    assert type_("runs", "compare", "a-a", "new", "silent", "other") == 0
+    assert "none is best, fewer than two runs have a value" in capsys.readouterr().out
+    assert type_("runs", "compare", "a-a", "a-aaaa") == 2 and "named twice" in capsys.readouterr().err
+    assert type_("runs", "compare", "a-a") == 2
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_piped_it_is_plain_and_fits(
+    type_: Type, pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert type_("runs", "compare", "a-a", "b-b", "--by", "tokens") == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= columns
+    assert "By loss, lower is better: A (a-aaaaaa) is best, 8.84375 at step 10" in text
+    drawn = [line.partition("│")[2] for line in text.splitlines() if "│" in line]
+    assert len(drawn) >= 14 and "A" in "".join(drawn) and "B" in "".join(drawn)
+    assert re.search(r"recipe\.optim\.lr +0\.001 +0\.0003", text)
+
+
+def test_on_a_terminal_curves_are_braille_in_the_terminals_own_colours(pair: Any) -> None:
+    import io
+
+    from rich.console import Console
+
+    from clustertrain.report.runs import comparison, text
+
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
+    text.show(comparison.of_runs(pair), console)
+    shown = out.getvalue()
+    assert re.search("\x1b\\[34m[\u2801-\u28ff]", shown) and re.search("\x1b\\[31m[\u2801-\u28ff]", shown)
+    assert re.search("\x1b\\[34mA", shown) and re.search("\x1b\\[31mB", shown)  # each line's end has its letter
+
+
+def test_a_page_that_opens_offline(
+    type_: Type, home: Path, pair: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = make(home, "x-xxxxxx", model={"entry": "m:f", "args": {"x": "</script><b>&"}}, **JUDGED)
+    write(hostile, 1, 1, 3)
+    assert type_("runs", "compare", "a-a", "b-b", "x-x", "--html", "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "default-src &#39;none&#39;" in page and "&lt;/script&gt;&lt;b&gt;&amp;" in page
+    outside = re.sub(r"<(pre|script|style)\b.*?</\1>", "", page, flags=re.S)
+    assert "<b>&" not in outside and "</script>" not in outside and "http" not in outside.replace("http-equiv", "")
+    found = re.search(r'id="data">(.*?)</script>', page)
+    assert found is not None
+    data = json.loads(found[1])
+    assert [r["letter"] for r in data["runs"]] == ["A", "B", "C"]
+    assert data["runs"][1]["curves"]["loss"] == {
+        "x": [float(s) for s in range(1, 13)],
+        "y": [loss(s, 1 if s < 7 else 2) for s in range(1, 13)],
+    }
+    assert type_("runs", "compare", "a-a", "b-b", "--html", "nowhere/page.html") == 78
+
+
+def test_a_run_of_another_user(
+    type_: Type, pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(run: RunDir) -> list[Any]:
+        raise PermissionError(13, "Permission denied", str(run.metrics))
+
+    monkeypatch.setattr(curves, "names", refused)
+    monkeypatch.setattr(RunDir, "attempts", refused)
+    assert type_("runs", "compare", "a-aaaaaa", "b-bbbbbb") == 1
+    assert "may not be read by you: it belongs to" in capsys.readouterr().err
+
+
+def test_runs_of_one_recipe(type_: Type, home: Path, pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    again = make(
+        home,
+        "again-aaaaaa",
+        optim={"lr": 1e-3},
+        tracking={"to": ["tensorboard"]},
+        telemetry={"interval_s": 2.0},
+        **JUDGED,
+    )
+    assert type_("list", "--same-as", "again", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {r["run"] for r in rows} == {"a-aaaaaa", again.id} and len({r["recipe_hash"] for r in rows}) == 1
+    (found,) = {r["recipe_hash"] for r in rows}
+    assert re.fullmatch("[0-9a-f]{16}", found)
+    assert type_("list", "--recipe", found[:7]) == 0
+    shown = capsys.readouterr().out
+    assert "a-aaaaaa" in shown and "b-bbbbbb" not in shown and found[:7] in shown
+    assert type_("list", "--recipe", "xyz") == 2 and "no hash" in capsys.readouterr().err
+    assert type_("list", "--recipe", found, "--same-as", "again") == 2
+
+
+def test_a_run_is_handed_on_after_the_fact(type_: Type, pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, b = pair
+    assert type_("runs", "track", "b-b", "--to", "tensorboard") == 0
+    assert capsys.readouterr().out == "tensorboard: up to step 12\n"
+    assert reading_back.tensorboard(b) == [(r["step"], r["loss"]) for r in metrics.read(b)]
+    assert type_("runs", "track", "b-b", "--to", "tensorboard", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["trackers"] == {"tensorboard": {"step": 12, "error": None}}
+    assert len(reading_back.tensorboard(b)) == 12
+    assert type_("runs", "track", "b-b") == 2 and "names no tracker" in capsys.readouterr().err
+    assert type_("runs", "track", "b-b", "--to", "neptune") == 2

@@ -1,0 +1,54 @@
+"""What submit says of [tracking], before the queue."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import trackers
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.spec.tracking import TrackingSpec
+
+
+def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec = TrackingSpec(to=("mlflow",))
+    with pytest.raises(ConfigError, match=r"mlflow is not installed\n  fix: pip install 'clustertrain\[mlflow\]'"):
+        trackers.check(spec, sys.executable, {})
+    assert trackers.check(spec, "/opt/cluster/python", {}) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "environ", "said"),
+    [
+        (TrackingSpec(to=("wandb",)), {}, ["no WANDB_API_KEY"]),
+        (TrackingSpec(to=("wandb",)), {"WANDB_API_KEY": "k"}, []),
+        (TrackingSpec(to=("wandb",), offline=True), {}, []),
+        (TrackingSpec(to=("mlflow",), uri="file:///runs"), {}, ["sqlite:///FILE is its way now"]),
+        (TrackingSpec(to=("mlflow",)), {"MLFLOW_TRACKING_URI": "mlruns"}, ["sqlite:///FILE is its way now"]),
+        (TrackingSpec(to=("mlflow",), uri="https://mlflow.example"), {}, []),
+        (TrackingSpec(), {"MLFLOW_TRACKING_URI": "mlruns"}, []),
+    ],
+)
+def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str], said: list[str]) -> None:
+    notes = trackers.check(spec, sys.executable, environ)
+    assert len(notes) == len(said) and all(a in b for a, b in zip(said, notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "give them in the environment"),
+        ({"to": ["tensorboard", "tensorboard"]}, "one is named twice"),
+        ({"uri": "sqlite:///x"}, "has no effect without"),
+        ({"to": ["neptune"]}, "tracking.to"),
+    ],
+)
+def test_a_bad_table_is_refused(table: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        build({"tracking": table}, Recipe, "recipe.toml")
+    assert said in str(e.value) and "hunter2" not in str(e.value)

@@ -1,0 +1,86 @@
+"""Rows as trackers are given them: each step once, whatever attempts repeated and however a writer was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain.run import metrics
+from clustertrain.tracking import follow
+from clustertrain.tracking.follow import Follower, scalars
+from tests.unit.tracking.tracked_runs import make, row, write
+
+
+def steps(found: list[follow.Row]) -> list[int]:
+    return [r["step"] for r in found]
+
+
+def test_what_is_written_meanwhile_comes_once(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    follower = Follower(run)
+    assert follower.read() == []
+    write(run, 1, 1, 3)
+    assert steps(follower.read()) == [1, 2, 3] and follower.read() == []
+    write(run, 1, 4, 5)
+    assert follower.read() == [{**row(4), "attempt": 1}, {**row(5), "attempt": 1}]
+
+
+def test_half_a_line_waits_for_its_end_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 2)
+    path = run.metrics_of(1)
+    whole = path.read_bytes()
+    follower = Follower(run)
+    path.write_bytes(whole[:-5])
+    assert steps(follower.read()) == [1]
+    path.write_bytes(whole)
+    assert steps(follower.read()) == [2]
+    path.write_bytes(whole + b'{"step": 3, "lo\n')
+    write(run, 1, 4, 4)
+    assert steps(follower.read()) == [4]
+
+
+def test_steps_that_a_later_attempt_repeats_do_not_come_again(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 6)
+    follower = Follower(run)
+    assert len(follower.read()) == 6
+    write(run, 2, 5, 8)
+    found = follower.read()
+    assert [(r["step"], r["attempt"]) for r in found] == [(7, 2), (8, 2)]
+
+
+def test_behind_a_requeue_a_repeated_step_counts_as_the_last_attempt_ran_it(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 6)
+    write(run, 2, 4, 8)
+    write(run, 3, 3, 5)
+    assert Follower(run).read() == metrics.read(run)
+    assert [r["attempt"] for r in Follower(run, after=2).read()] == [3, 3, 3]
+
+
+def test_an_attempt_without_rows_hides_nothing(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 2)
+    run.attempt(2).path.mkdir()
+    write(run, 3, 3, 4)
+    assert steps(Follower(run).read()) == [1, 2, 3, 4]
+
+
+def test_as_many_as_are_asked_for_and_the_rest_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "CHUNK", 64)  # less than a line
+    run = make(tmp_path)
+    write(run, 1, 1, 10)
+    write(run, 2, 8, 12)
+    follower = Follower(run)
+    found = [steps(follower.read(4)) for _ in range(4)]
+    assert found == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], []]
+
+
+def test_numbers_alone_are_worth_a_curve() -> None:
+    assert scalars({**row(3), "attempt": 2, "flag": True, "none": None}) == {
+        "loss": row(3)["loss"],
+        "lr": 1e-3,
+        "flag": 1,
+    }

@@ -1,0 +1,49 @@
+"""Runs with rows, as trackers find them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from clustertrain import fsio
+from clustertrain.launch.submit import spec_text
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+
+T0 = 1_800_000_000.0
+
+
+def make(folder: Path, run_id: str = "lm-abcdef", **recipe: dict[str, Any]) -> RunDir:
+    """A run without attempts; ``recipe`` are its tables."""
+    run = RunDir(folder / run_id)
+    for inner in ("attempts", "events", "metrics", "checkpoints"):
+        (run.path / inner).mkdir(parents=True)
+    spec = RunSpec(job=JobSpec(name="lm", backend="local"), recipe=build(recipe, Recipe, "test"))
+    run.spec.write_text(spec_text(spec))
+    fsio.write_json(run.record, {"user": "someone", "git": {"commit": "c0ffee"}})
+    return run
+
+
+def write(run: RunDir, attempt: int, first: int, last: int, **more: Any) -> None:
+    """Rows of the steps from ``first`` to ``last``, behind those that the attempt has."""
+    folder = run.attempt(attempt)
+    for path in (folder.events, folder.logs):
+        path.mkdir(parents=True, exist_ok=True)
+    fsio.write_json(folder.record, {"job_id": f"77{attempt}"})
+    with run.metrics_of(attempt).open("a") as f:
+        for step in range(first, last + 1):
+            f.write(json.dumps(row(step, attempt) | more) + "\n")
+
+
+def row(step: int, attempt: int = 1) -> dict[str, Any]:
+    return {
+        "step": step, "t": T0 + step, "loss": loss(step, attempt), "lr": 1e-3, "sum_tokens": 64 * step, "note": "words"
+    }  # fmt: skip
+
+
+def loss(step: int, attempt: int = 1) -> float:
+    """Exact in 32 bits, and another one in each attempt."""
+    return 8.0 - step / 64 + attempt
