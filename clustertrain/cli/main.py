@@ -26,6 +26,7 @@ COMMANDS = {
     "top": ("clustertrain.cli.top:top", "A run's GPUs, ranks, rate and events, live."),
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Cluster profiles: list, show, and detect what a site has."),
+    "diagnose": ("clustertrain.cli.diagnose:diagnose", "Checks of a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
 }
 
