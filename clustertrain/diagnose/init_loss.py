@@ -73,11 +73,17 @@ def judged(loss: float, expected: Expected | None, *, own_loss: bool = False) ->
         return "pass", said, ""
     verdict: Verdict = "warn" if own_loss or abs(off) <= max(ALARMING * expected.loss, LEAST_TOLERANCE) else "fail"
     if off < 0:
-        fix = "a model that has learned nothing cannot know: see whether the inputs hold the target, or it is pretrained"
+        fix = (
+            "a model that has learned nothing cannot know: see whether the inputs hold the target, or it is pretrained"
+        )
         return verdict, f"{said}: too low", fix
-    return verdict, f"{said}: too high", (
-        "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02 or below), "
-        "look for a norm that is missing, scale the inputs or targets to about 1"
+    return (
+        verdict,
+        f"{said}: too high",
+        (
+            "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02 or below), "
+            "look for a norm that is missing, scale the inputs or targets to about 1"
+        ),
     )
 
 

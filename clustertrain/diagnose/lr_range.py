@@ -40,7 +40,9 @@ def check(subject: Subject, tell: Tell) -> Finding:
         evidence |= {"turns_up_at": turn, "suggestion": suggestion}
         evidence["short_trainings"] = [{"lr": r, "first_loss": a, "last_loss": b} for r, (a, b) in short.items()]
         rows.append(("turns up at", f"{turn:.2g}; a tenth of it, {suggestion:.2g}, is the suggestion"))
-        rows += [(f"lr {r:.2g}", f"{a:.4g} to {b:.4g} in {SHORT} steps{_name(r, marks)}") for r, (a, b) in short.items()]
+        rows += [
+            (f"lr {r:.2g}", f"{a:.4g} to {b:.4g} in {SHORT} steps{_name(r, marks)}") for r, (a, b) in short.items()
+        ]
     verdict, text, fix = judged(subject.recipe.optim.lr, turn, smooth, short)
     plot = Plot(x_name="lr", y_name="loss", x=rates, y=smooth, log_x=True, marks=marks)
     return Finding(check="lr-range", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows, plot=plot)

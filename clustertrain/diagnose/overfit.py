@@ -109,16 +109,28 @@ def judged(tries: list[Try], samples: int) -> tuple[Verdict, str, str]:
         return "fail", f"the loss of {what} is not finite at any rate", fix
     tail = best.losses[-len(best.losses) // 4 :]
     if max(tail) - min(tail) > NOISY * best.losses[0]:
-        return "fail", f"the loss of {what} jumps and does not fall, at {len(tries)} rates", (
-            "something random in the step (dropout of one's own, noise), or a gradient with a wrong sign: see "
-            "`clustertrain diagnose gradients`"
+        return (
+            "fail",
+            f"the loss of {what} jumps and does not fall, at {len(tries)} rates",
+            (
+                "something random in the step (dropout of one's own, noise), or a gradient with a wrong sign: see "
+                "`clustertrain diagnose gradients`"
+            ),
         )
     if best.last >= 1 - FLAT:
-        return "fail", f"the loss of {what} stays where it is", (
-            "the targets do not reach the loss or the gradient not the parameters: look for detach(), .item(), "
-            "no_grad, argmax, frozen parameters; see `clustertrain diagnose modes`"
+        return (
+            "fail",
+            f"the loss of {what} stays where it is",
+            (
+                "the targets do not reach the loss or the gradient not the parameters: look for detach(), .item(), "
+                "no_grad, argmax, frozen parameters; see `clustertrain diagnose modes`"
+            ),
         )
-    return "fail", f"the loss of {what} hardly falls: {best.last:.0%} of it is left", (
-        "inputs with one value and several targets, a model that cannot see its input, or gradients that are wrong: "
-        "see `clustertrain diagnose gradients` and `data`"
+    return (
+        "fail",
+        f"the loss of {what} hardly falls: {best.last:.0%} of it is left",
+        (
+            "inputs with one value and several targets, a model that cannot see its input, or wrong gradients: "
+            "see `clustertrain diagnose gradients` and `data`"
+        ),
     )
