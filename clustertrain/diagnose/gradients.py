@@ -1,8 +1,8 @@
 """Gradients against central differences, in float64 on the CPU and on few samples.
 
 Along a random direction of each parameter (and along its element of the largest gradient) the loss is taken a little
-before and behind: their difference is the gradient without autograd. Where one is wrong, each module is tried by itself,
-with the inputs that it got, from the inside out: the first that is wrong has the mistake.
+before and behind: their difference is the gradient without autograd. Where one is wrong, each module is tried by
+itself, with the inputs that it got, from the inside out: the first that is wrong has the mistake.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _parameters(t: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
         fix = "look for detach(), .item(), no_grad or argmax between the parameters and the loss"
         notes.append(("fail", "no parameter has a gradient other than 0", fix))
     if unused:
-        fix = "use them in forward, remove them, or freeze them; DistributedDataParallel waits for their gradients for ever"
+        fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients for ever"
         notes.append(("fail", f"{_named(unused)} get no gradient", fix))
     if unmoved:
         fix = "see that the optimizer is given these parameters, and not copies of them"

@@ -69,6 +69,9 @@ def _built_in(spec: ModelSpec) -> nn.Module:
 
 
 def _dataset(recipe: Recipe) -> MapStyle:
+    if recipe.data_kind == "own":
+        found: MapStyle = _function(recipe.data.entry, "data.entry")(**recipe.data.args)
+        return found
     if recipe.data_kind == "images":
         return images(recipe.data)
     return BytePairs(recipe.data) if recipe.data_kind == "pairs" else ByteText(recipe.data)
@@ -90,7 +93,7 @@ def entry(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
     Raises:
         ConfigError: there is no such function, it does not take the arguments, or what it returns is no module.
     """
-    make = _function(spec.entry)
+    make = _function(spec.entry, "model.entry")
     try:
         inspect.signature(make).bind(**spec.args)
     except TypeError as e:
@@ -111,7 +114,7 @@ def entry(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
     return model
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str, key: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -119,14 +122,14 @@ def _function(name: str) -> Callable[..., Any]:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
             raise  # something that the module itself imports
         raise ConfigError(
-            f"model.entry = {name!r}: no module {e.name!r}",
+            f"{key} = {name!r}: no module {e.name!r}",
             fix="keep it beside the recipe or where submit is called, or install it for the job's Python",
         ) from e
     for part in path.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as e:
-            raise ConfigError(f"model.entry = {name!r}: {e}", fix="name a function of that module") from e
+            raise ConfigError(f"{key} = {name!r}: {e}", fix="name a function of that module") from e
     if not callable(found):
-        raise ConfigError(f"model.entry = {name!r} is {type(found).__name__}", fix="name a function or a class")
+        raise ConfigError(f"{key} = {name!r} is {type(found).__name__}", fix="name a function or a class")
     return found  # type: ignore[no-any-return]
