@@ -123,8 +123,7 @@ def _shape(t: torch.Tensor) -> str:
 def _histogram(seen: Seen) -> dict[int, int]:
     if not seen.labels:
         return {}
-    values, counts = torch.cat([t.flatten().long() for t in seen.labels]).unique(return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+    return dict(Counter(torch.cat([t.flatten().long() for t in seen.labels]).tolist()))
 
 
 def _labels_in_words(found: dict[int, int], classes: int | None) -> str:

@@ -45,7 +45,6 @@ class Slope:
 
 
 def check(subject: Subject, tell: Tell) -> Finding:
-    size = subject.recipe.model.parameters() if not subject.recipe.model.entry else 0
     subject = _small(subject.without_noise().changed(train={"precision": "fp32"}))
     with subject.trainer() as t:
         size = sum(p.numel() for p in t.model.parameters())
@@ -230,7 +229,7 @@ def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     first = loss()
     inputs = [t for t in tensors((args, kwargs)) if t.is_floating_point()]
-    wanted = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    wanted: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     wanted += [(f"input {i}", t) for i, t in enumerate(inputs)]
     if not wanted or not first.requires_grad:
         return 0.0

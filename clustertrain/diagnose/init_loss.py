@@ -52,7 +52,8 @@ def check(subject: Subject, tell: Tell) -> Finding:
         name, found = apart
         evidence[f"loss_by_{name}"] = found
         most = sorted(found.items(), key=lambda kv: -kv[1])[:SHOWN]
-        rows.append((f"by {name}", ", ".join(f"{k}: {v:.3g}" for k, v in most) + (", …" if len(found) > SHOWN else "")))
+        rest = ", …" if len(found) > SHOWN else ""
+        rows.append((f"by {name}", ", ".join(f"{k}: {v:.3g}" for k, v in most) + rest))
     verdict, text, fix = judged(evidence["loss"], expected, own_loss=subject.own_loss)
     return Finding(check="init-loss", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
 
@@ -73,15 +74,13 @@ def judged(loss: float, expected: Expected | None, *, own_loss: bool = False) ->
         return "pass", said, ""
     verdict: Verdict = "warn" if own_loss or abs(off) <= max(ALARMING * expected.loss, LEAST_TOLERANCE) else "fail"
     if off < 0:
-        fix = (
-            "a model that has learned nothing cannot know: see whether the inputs hold the target, or it is pretrained"
-        )
+        fix = "a model that has learned nothing cannot know: see whether the inputs hold the target"
         return verdict, f"{said}: too low", fix
     return (
         verdict,
         f"{said}: too high",
         (
-            "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02 or below), "
+            "the first outputs are too large: initialise the last layer smaller (a standard deviation of 0.02, say), "
             "look for a norm that is missing, scale the inputs or targets to about 1"
         ),
     )
@@ -95,7 +94,7 @@ def _apart(subject: Subject, outputs: list[tuple[Any, Any]]) -> tuple[str, dict[
         targets = torch.cat([t.flatten() for _, t in outputs])
         counted = targets != subject.recipe.objective.ignore_index
         each = F.cross_entropy(logits[counted], targets[counted], reduction="none")
-        found = {str(int(c)): each[targets[counted] == c].mean().item() for c in targets[counted].unique()}
+        found = {str(c): each[targets[counted] == c].mean().item() for c in torch.unique(targets[counted]).tolist()}
         return "class", found
     if kind == "binary-cross-entropy" and outputs[0][0].dim() == 2:
         logits, targets = (torch.cat([pair[i].float() for pair in outputs]) for i in (0, 1))

@@ -101,12 +101,11 @@ class _Watched(TorchFunctionMode):
         self.squares: dict[str, tuple[float, int]] = {}
         self._inside: list[str] = []
         self._axis = -1
-        self._times: dict[str, int] = {}
+        self._layer = ""  # the last one with parameters
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
         hooks = []
-        self._times = {}
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(self._entering(name or "the model itself")))
             hooks.append(module.register_forward_hook(self._leaving(name or "the model itself"), always_call=True))
@@ -131,6 +130,7 @@ class _Watched(TorchFunctionMode):
             elif isinstance(module, nn.Linear):
                 self._axis = -1
             if any(True for _ in module.parameters(recurse=False)):
+                self._layer = name
                 for t in [t for t in tensors(output) if t.is_floating_point()]:
                     before, number = self.squares.get(name, (0.0, 0))
                     self.squares[name] = (before + float(t.detach().double().square().sum()), number + t.numel())
@@ -141,8 +141,7 @@ class _Watched(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") in _RECTIFIERS and isinstance(output, torch.Tensor) and output.dim() > 1:
             place = self._inside[-1] if self._inside else "the model itself"
-            self._times[place] = self._times.get(place, 0) + 1
-            name = place if self._times[place] == 1 else f"{place} ({self._times[place]})"
+            name = f"{place} after {self._layer}" if self._layer else place
             flat = output.detach().movedim(1 if output.dim() > 3 else self._axis, -1).flatten(0, -2)
             most = flat.abs().amax(0)
             self.most[name] = torch.maximum(self.most[name], most) if name in self.most else most

@@ -36,7 +36,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
         marks |= {"suggestion": suggestion, "turns up": turn}
         for i, rate in enumerate(sorted({*(suggestion * f for f in AROUND), subject.recipe.optim.lr})):
             begun = STEPS + i * SHORT
-            short[rate] = _short(subject, rate, lambda done, begun=begun: tell(begun + done, total))  # type: ignore[misc]
+            short[rate] = _short(subject, rate, lambda done, begun=begun: tell(begun + done, total))
         evidence |= {"turns_up_at": turn, "suggestion": suggestion}
         evidence["short_trainings"] = [{"lr": r, "first_loss": a, "last_loss": b} for r, (a, b) in short.items()]
         rows.append(("turns up at", f"{turn:.2g}; a tenth of it, {suggestion:.2g}, is the suggestion"))

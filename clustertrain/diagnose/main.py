@@ -18,7 +18,7 @@ from clustertrain import settings
 from clustertrain.diagnose.names import CHECKS, Finding
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell, Teller
-from clustertrain.errors import EXIT_CONFIG, ClusterTrainError
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.recipe import Recipe
@@ -78,6 +78,8 @@ def main() -> int:
         recipe = subject.recipe
         tell(device=words_of(subject.device))
         made = subject.task()
+        if len(made.dataset) < 1:
+            raise ConfigError("the data set is empty", fix="give it samples")
     except ClusterTrainError as e:
         tell(error=e.message, fix=e.fix, exit_code=e.exit_code)
         return e.exit_code

@@ -87,14 +87,18 @@ def _training_mode(t: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
     notes: list[Note] = []
     if after and _only_frozen(model, after):
         notes.append(
-            ("warn", f"{_named(after)} train in eval mode", "as it should be where they are frozen on purpose")
+            (
+                "warn",
+                f"in eval mode while training: {_named(after)}",
+                "as it should be where they are frozen on purpose",
+            )
         )
     elif at_first:
         fix = "return model.train() from model.entry; what is loaded pretrained comes in eval mode"
-        notes.append(("fail", f"{_named(at_first)} are made in eval mode, and would train so", fix))
+        notes.append(("fail", f"made in eval mode, and would train so: {_named(at_first)}", fix))
     elif after:
         fix = "call train() again after eval(), best in a `finally`"
-        notes.append(("fail", f"{_named(after)} are in eval mode after a step: the rest of the run trains so", fix))
+        notes.append(("fail", f"in eval mode after a step, and so for the rest of the run: {_named(after)}", fix))
     return notes, {"modules": len(list(model.modules())), "in_eval_mode": after, "made_in_eval_mode": at_first}
 
 
@@ -117,7 +121,7 @@ def _evaluation(t: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
     notes: list[Note] = []
     if training:
         fix = "do not call train() in forward; let train(mode) hand its mode on"
-        notes.append(("fail", f"{_named(training)} are in train mode after eval()", fix))
+        notes.append(("fail", f"in train mode after eval(): {_named(training)}", fix))
     if not same:
         fix = "dropout by function needs training=self.training; noise belongs under `if self.training`"
         notes.append(("fail", "two passes in eval mode give different outputs: dropout or noise is active", fix))
@@ -125,7 +129,7 @@ def _evaluation(t: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
         fix = "a norm that still gathers statistics would learn from what it is measured on: use self.training"
         notes.append(("fail", f"evaluation changes the buffers {_named(changed)}", fix))
     if still and not _only_frozen(model, still):
-        notes.append(("fail", f"{_named(still)} stay in eval mode after train()", "let train(mode) hand its mode on"))
+        notes.append(("fail", f"in eval mode after train(): {_named(still)}", "let train(mode) hand its mode on"))
     return notes, {"evaluation_repeats": same, "buffers_changed": changed, "train_mode_in_evaluation": training}
 
 
@@ -151,10 +155,10 @@ def _parameters(t: Trainer, batch: Any) -> tuple[list[Note], dict[str, Any]]:
         notes.append(("fail", "no parameter has a gradient other than 0", fix))
     if unused:
         fix = "use them in forward, remove or freeze them; DistributedDataParallel waits for their gradients for ever"
-        notes.append(("fail", f"{_named(unused)} get no gradient", fix))
+        notes.append(("fail", f"without a gradient: {_named(unused)}", fix))
     if unmoved:
         fix = "see that the optimizer is given these parameters, and not copies of them"
-        notes.append(("fail", f"{_named(unmoved)} have a gradient, and a step does not move them", fix))
+        notes.append(("fail", f"with a gradient, and not moved by a step: {_named(unmoved)}", fix))
     kept = {"frozen": frozen, "unused": unused, "zero_gradient": flat, "unmoved": unmoved, "parameters": len(named)}
     return notes, kept
 

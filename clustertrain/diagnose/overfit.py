@@ -36,8 +36,9 @@ class Try:
     def last(self) -> float:
         """What is left of the first loss, as a fraction; of the last tenth of the steps the middle one."""
         tail = sorted(self.losses[-max(1, len(self.losses) // 10) :])
-        left = (tail[len(tail) // 2] - self.floor) / self.first if self.first > 0 else 0.0
-        return left if math.isfinite(left) else math.inf
+        if not all(map(math.isfinite, (self.first, *tail))):
+            return math.inf
+        return (tail[len(tail) // 2] - self.floor) / self.first if self.first > 0 else 0.0
 
 
 def check(subject: Subject, tell: Tell) -> Finding:

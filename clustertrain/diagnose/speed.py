@@ -79,6 +79,9 @@ def judged(waiting: float, asked: int, reading: dict[int, float], need: float) -
     if wanted is not None and wanted > asked:
         return verdict, text, f"set data.workers = {wanted}"
     best = max(reading, key=lambda n: reading[n])
+    if best == 0 and reading[0] >= need:
+        fix = "samples are read quickly, but inside the step, and a process that reads costs more here than it saves"
+        return verdict, text, f"{fix}: a larger train.micro_batch, or a data set that hands over whole batches"
     fix = "the data set itself is too slow: do its work once and beforehand, read fewer and larger files"
     return verdict, text, f"data.workers = {best} is the fastest here; {fix}" if best != asked else fix
 

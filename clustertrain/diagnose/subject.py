@@ -91,7 +91,7 @@ def on(device: torch.device, batch: Any) -> Any:
 
 def repeating(t: Trainer, batch: Any) -> Trainer:
     """``t``, whose every step is over ``batch``."""
-    return dataclasses.replace(t, data=itertools.repeat(batch))
+    return dataclasses.replace(t, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
