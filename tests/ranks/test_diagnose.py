@@ -53,9 +53,8 @@ def test_a_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
     found = document(tmp_path, "all", str(RECIPES / "sound.toml"))
     assert found["device"] == "cpu" and [c["check"] for c in found["checks"]] == list(CHECKS)
     verdicts = {c["check"]: c["verdict"] for c in found["checks"]}
-    speed = verdicts.pop("speed")  # of a machine that others use too
+    verdicts.pop("speed")  # that of a machine which others use too
     assert set(verdicts.values()) == {"pass"}, found
-    assert speed in ("pass", "warn", "fail")
     evidence = {c["check"]: c["evidence"] for c in found["checks"]}
     assert evidence["resume"]["resumed_from_step"] == 3 < evidence["resume"]["killed_after_step"]
     assert evidence["resume"]["compared_steps"][:3] == [4, 5, 6] and evidence["resume"]["state_same"]
@@ -153,7 +152,7 @@ def test_ctrl_c_ends_all_that_it_has_started(tmp_path: Path) -> None:
 
     assert clock.wait_until(rank_is_there, 120)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert nothing_left(tmp_path)
