@@ -6,26 +6,21 @@ in one does not spoil the next. What to try and what it says is decided in :mod:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
-from clustertrain import clock, fsio, proc, settings
-from clustertrain.agent import rendezvous, torchrun
+from clustertrain import clock, proc, settings
+from clustertrain.agent import rendezvous, scratch, torchrun
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.launch import code
-from clustertrain.launch.network import interface_towards
 from clustertrain.launch.request import Prepared
-from clustertrain.launch.submit import check_data, spec_text
+from clustertrain.launch.submit import check_data
 from clustertrain.plan import trials
 from clustertrain.plan.given import ASSUMED_CPU_GIB
 from clustertrain.plan.layout import Batch
@@ -35,7 +30,6 @@ from clustertrain.run.folder import RunDir
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0
-_HERE = "127.0.0.1"
 # NCCL and cuBLAS say it in words of their own, under errors of another kind.
 _MEMORY = ("out of memory", "cublas_status_alloc_failed")
 _FIRST_WAS_KILLED = re.compile(r"Root Cause.*?exitcode\s*: -9\b", re.DOTALL)
@@ -74,7 +68,7 @@ def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: M
         tell(f"note: {note}")
     found = Found(words)
     tell(f"on {words}")
-    with _interruptible():
+    with scratch.interruptible():
         while (micro_batch := search.following(found.trials)) is not None:
             tell(f"micro_batch {micro_batch} ...")
             split = search.batch(micro_batch, spec.recipe.tokens_per_sample)
@@ -115,27 +109,10 @@ def _ranks_here(prepared: Prepared, environ: Mapping[str, str]) -> int:
     return job.gpus
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """What ends this process ends what it has started first: a closed terminal and a kill leave as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    proc.adopt_orphans()  # the ranks' own parent may be gone before them
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores one
-    before = {number: signal.signal(number, stop) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str, str]) -> Trial:
     """One trial. Raises ClusterTrainError for a failure that is not one of memory."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
-        run = _scratch(prepared, search, split, Path(folder))
+        run = scratch.run_folder(prepared, search.layout, split, Path(folder))
         result, said = _run(prepared, search, run, environ)
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
@@ -148,19 +125,6 @@ def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str,
     raise error(f"the trial of micro_batch {split.micro_batch} failed: {result.message}")
 
 
-def _scratch(prepared: Prepared, search: Search, split: Batch, folder: Path) -> RunDir:
-    """What a rank reads of a run, with this trial's layout and batch."""
-    run = RunDir(folder)
-    attempt = run.attempt(1)
-    for inner in (attempt.events, attempt.logs, run.metrics):
-        inner.mkdir(parents=True)
-    world = search.layout.world_size
-    chosen = msgspec.structs.replace(prepared.plan, layout=search.layout, batch=split, world_size=world)
-    fsio.write_text(run.spec, spec_text(prepared.spec))
-    fsio.write_json(run.plan, msgspec.to_builtins(chosen))
-    return run
-
-
 def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, str]) -> tuple[NodeResult, str]:
     """The ranks of one trial, to their end; with what torchrun printed.
 
@@ -168,10 +132,10 @@ def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, 
         ClusterTrainError: they do not come to one.
     """
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
-    meeting = rendezvous.publish(attempt.rendezvous, _HERE)
+    meeting = rendezvous.publish(attempt.rendezvous, scratch.HERE)
     program = ("clustertrain.train.probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
     argv = torchrun.command(meeting, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
-    env, log = _environment(prepared, run, environ), attempt.logs / "torchrun.log"
+    env, log = scratch.environment(prepared, run, environ), attempt.logs / "torchrun.log"
     given_up = _GivenUp(run.path, ranks)
     try:
         child = proc.start(argv, env=env, log=log, new_session=True)
@@ -198,23 +162,6 @@ class _GivenUp:
                 self._failed_at = clock.monotonic()
             return False
         return clock.monotonic() - self._failed_at > torchrun.AFTER_FAILURE_S
-
-
-def _environment(prepared: Prepared, run: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
-    """As job.sh and the agent make it: what is set stays, then the recipe's, then what the plan chose."""
-    env = {**settings.without_allocation(environ), **prepared.spec.env}
-    for name, setting in {**prepared.plan.env, **prepared.plan.nccl}.items():
-        env.setdefault(name, setting.value)
-    env = code.environment_in_place(prepared.code, env)
-    env.update(torchrun.SHUTDOWN)
-    env[settings.RUN_DIR] = env[settings.RANK_DIR] = str(run.path)
-    env[settings.ATTEMPT] = "1"
-    env[settings.DEVICE] = prepared.plan.device
-    # All ranks are here, whatever interface the plan has found for many nodes.
-    interface = interface_towards(_HERE)
-    if interface:
-        env["GLOO_SOCKET_IFNAME"] = interface
-    return env
 
 
 def _of_memory(result: NodeResult, said: str) -> bool:

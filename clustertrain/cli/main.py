@@ -29,6 +29,7 @@ COMMANDS = {
     "telemetry": ("clustertrain.cli.telemetry:telemetry", "The per-job report on GPUs and hosts."),
     "cluster": ("clustertrain.cli.cluster:cluster", "Cluster profiles: list, show, and detect what a site has."),
     "data": ("clustertrain.cli.data:data", "Make data for a run: shards of tokens."),
+    "diagnose": ("clustertrain.cli.diagnose:diagnose", "Checks of a recipe before a long job."),
     "checkpoint": ("clustertrain.cli.checkpoint:checkpoint", "List, verify, compare, export and prune checkpoints."),
 }
 

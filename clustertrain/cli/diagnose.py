@@ -1,0 +1,70 @@
+"""``diagnose``: checks of a recipe before a long job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clustertrain.cli.common import json_option, print_json
+from clustertrain.errors import EXIT_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from clustertrain.diagnose.names import Finding
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value of the recipe.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html|.svg", help="Curves.")
+@json_option
+@click.argument("check", required=False, metavar="[CHECK|all]")
+@click.argument("recipe", required=False, metavar="[RECIPE.toml]")
+def diagnose(
+    assignments: tuple[str, ...], plot: Path | None, as_json: bool, check: str | None, recipe: str | None
+) -> int:
+    """Check a recipe on this machine before a long job: one process, no run, no Slurm.
+
+    Without CHECK it lists them. Exits 1 when a check fails, 78 for a recipe that cannot be trained.
+    """
+    from clustertrain.diagnose import names
+
+    if check is None:
+        _list(as_json=as_json)
+        return 0
+    checks = names.asked(check)
+    if recipe is None:
+        raise UsageError("no recipe is named", fix=f"clustertrain diagnose {check} RECIPE.toml")
+    from clustertrain.diagnose import curves, process, shown
+    from clustertrain.report.terminal import make_console
+
+    if plot is not None:
+        curves.check_name(plot)
+    prepared = process.request(recipe, assignments)
+    console = make_console()
+
+    def show(found: Finding) -> None:
+        if not as_json:
+            bar.hide()
+            shown.show(console, found)
+
+    with shown.Bar(len(checks)) as bar:
+        result = process.diagnose(prepared, recipe, checks, bar, show)
+    if plot is not None:
+        curves.write(plot, result.checks)
+    if as_json:
+        print_json(result.document())
+    else:
+        shown.summary(console, result)
+    return EXIT_FAILED if result.verdict == "fail" else 0
+
+
+def _list(*, as_json: bool) -> None:
+    from clustertrain.diagnose.names import ALL, CHECKS
+
+    if as_json:
+        print_json({"checks": CHECKS})
+        return
+    width = max(map(len, CHECKS))
+    for name, text in {**CHECKS, ALL: "All of these, in this order."}.items():
+        click.echo(f"{name:<{width}}  {text}")

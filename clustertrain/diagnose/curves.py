@@ -1,0 +1,124 @@
+"""The curves of a diagnosis: as characters for a terminal, and as SVG in a file or a page."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from clustertrain import fsio
+from clustertrain.diagnose.names import Finding, Plot
+from clustertrain.errors import UsageError
+
+HEIGHT = 12  # rows of a curve in a terminal
+_WIDTH, _TALL, _LEFT, _BELOW, _EDGE = 720, 300, 70, 60, 20  # of a curve in a file, in pixels
+ABOVE = 0.25  # of the range of what is not above the first value, which is shown of what is
+
+
+def check_name(path: Path) -> None:
+    """Raises UsageError for a name that says neither SVG nor HTML."""
+    if path.suffix not in (".svg", ".html"):
+        raise UsageError(f"--plot {path}: {path.suffix or 'no ending'}", fix="name a file *.html or *.svg")
+
+
+def in_characters(plot: Plot, width: int, *, dot: str = "•", line: str = "─", side: str = "│") -> list[str]:
+    """Lines of at most ``width`` characters: the curve, its axes, and where the marks are."""
+    low, high = _range(plot.y)
+    labels = [f"{high:.4g}", f"{(low + high) / 2:.4g}", f"{low:.4g}"]
+    margin = max(map(len, labels)) + 1
+    columns = width - margin - 1
+    at = _place(plot, columns - 1)
+    cells: dict[int, list[float]] = {}
+    for x, y in zip(plot.x, plot.y, strict=True):
+        cells.setdefault(round(at(x)), []).append(y)
+    grid = [[" "] * columns for _ in range(HEIGHT)]
+    for column, values in cells.items():
+        level = (min(high, sum(values) / len(values)) - low) / (high - low)
+        grid[HEIGHT - 1 - round(level * (HEIGHT - 1))][column] = dot
+    names = {0: labels[0], HEIGHT // 2: labels[1], HEIGHT - 1: labels[2]}
+    lines = [f"{names.get(i, ''):>{margin}}{side}{''.join(row).rstrip()}" for i, row in enumerate(grid)]
+    lines.append(" " * margin + "└" * (line == "─") + "+" * (line != "─") + line * columns)
+    lines.append(" " * (margin + 1) + _between(f"{plot.x[0]:.3g}", plot.x_name, f"{plot.x[-1]:.3g}", columns))
+    for name, x in plot.marks.items():
+        column = round(min(max(at(x), 0), columns - 1))
+        words = f"{name} = {x:.2g}"
+        lines.append(" " * (margin + 1) + _pointed(words, column, columns))
+    return lines
+
+
+def _pointed(words: str, column: int, columns: int) -> str:
+    if column + 2 + len(words) <= columns:
+        return " " * column + f"^ {words}"
+    return " " * max(0, column - 1 - len(words)) + f"{words} ^"
+
+
+def _between(left: str, middle: str, right: str, columns: int) -> str:
+    return left + middle.center(columns - len(left) - len(right)) + right
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """What is shown of ``values``: where the loss is lost it runs off at the top."""
+    low, high = min(values), max(values)
+    first = max(values[0], values[min(len(values), 10) - 1])
+    high = min(high, first + ABOVE * (first - low)) if first > low else high
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def _place(plot: Plot, span: float) -> Callable[[float], float]:
+    """From a value of x to 0 … ``span``."""
+
+    def scale(x: float) -> float:
+        return math.log(x) if plot.log_x else x
+
+    first, last = scale(plot.x[0]), scale(plot.x[-1])
+    return lambda x: (scale(x) - first) / (last - first) * span if last > first else 0.0
+
+
+def write(path: Path, findings: Sequence[Finding]) -> None:
+    """The curves of ``findings`` into a page, or into one picture, one below the other."""
+    drawn = [(f, f.plot) for f in findings if f.plot is not None and len(f.plot.x) > 1]
+    pictures = [_svg(f"{f.check}: {f.text}", plot, i * (_TALL + _BELOW + 40)) for i, (f, plot) in enumerate(drawn)]
+    tall = max(1, len(drawn)) * (_TALL + _BELOW + 40)
+    picture = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {tall}" font-family="sans-serif" '
+        f'font-size="12">{"".join(pictures) or _text(_LEFT, 30, "none of these checks has a curve")}</svg>'
+    )
+    if path.suffix == ".svg":
+        fsio.write_text(path, picture + "\n")
+        return
+    fsio.write_text(
+        path,
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>clustertrain diagnose</title>\n'
+        "<style>:root{color-scheme:light dark}body{max-width:60em;margin:2em auto;font-family:sans-serif}"
+        f"svg{{width:100%}}</style>\n{picture}\n</html>\n",
+    )
+
+
+def _svg(title: str, plot: Plot, top: int) -> str:
+    low, high = _range(plot.y)
+    across = _place(plot, _WIDTH - _LEFT - _EDGE)
+
+    def point(x: float, y: float) -> tuple[float, float]:
+        level = (min(high, y) - low) / (high - low)
+        return _LEFT + across(x), top + 30 + (1 - level) * _TALL
+
+    line = " ".join("{:.1f},{:.1f}".format(*point(x, y)) for x, y in zip(plot.x, plot.y, strict=True))
+    bottom = top + 30 + _TALL
+    parts = [
+        _text(_LEFT, top + 16, title),
+        f'<path d="M{_LEFT} {top + 30}V{bottom}H{_WIDTH - _EDGE}" fill="none" stroke="currentColor"/>',
+        f'<polyline points="{line}" fill="none" stroke="#2a78c8" stroke-width="2"/>',
+        _text(4, top + 36, f"{high:.4g}"), _text(4, bottom, f"{low:.4g}"),
+        _text(_LEFT, bottom + 16, f"{plot.x[0]:.3g}"), _text(_WIDTH - 60, bottom + 16, f"{plot.x[-1]:.3g}"),
+        _text(_WIDTH / 2, bottom + 16, plot.x_name),
+    ]  # fmt: skip
+    for i, (name, x) in enumerate(plot.marks.items()):
+        at = min(max(_LEFT + across(x), _LEFT), _WIDTH - _EDGE)
+        parts.append(f'<path d="M{at:.1f} {top + 30}V{bottom}" stroke="#c8502a" stroke-dasharray="4 3"/>')
+        parts.append(_text(min(at + 4, _WIDTH - 150), top + 46 + 14 * i, f"{name} = {x:.2g}"))
+    return "".join(parts)
+
+
+def _text(x: float, y: float, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor">{html.escape(words)}</text>'

@@ -1,0 +1,74 @@
+"""The checks by name, and what one of them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from clustertrain.errors import UsageError
+from clustertrain.spec.strict import nearest
+
+Verdict = Literal["pass", "warn", "fail", "skipped"]
+_BY_WEIGHT: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")
+ALL = "all"
+# In this order they run: what is quick and would spoil the others comes first.
+CHECKS: Mapping[str, str] = {
+    "init-loss": "The loss before any training against its expected value.",
+    "overfit": "Whether eight samples can be learned by heart.",
+    "lr-range": "From which learning rate on the loss rises, and where optim.lr lies to it.",
+    "gradients": "Gradients against central differences in float64.",
+    "layers": "Gradient norms layer by layer, dead units, activations.",
+    "data": "Samples, labels, duplicates, values that are not finite.",
+    "modes": "Train and eval mode, gradients that add up, frozen and unused parameters.",
+    "resume": "Save, kill, restore: the next steps bit by bit.",
+    "speed": "Where a step's time goes, and how fast data is read.",
+}
+
+
+class Plot(msgspec.Struct, frozen=True, kw_only=True):
+    """One curve. ``marks`` are places on the x axis by what they are called."""
+
+    x_name: str
+    y_name: str
+    x: list[float]
+    y: list[float]
+    log_x: bool = False
+    marks: dict[str, float] = {}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """``evidence`` holds the numbers, with units in their names; ``rows`` are some of them in words, for people."""
+
+    check: str
+    verdict: Verdict
+    text: str
+    fix: str = ""
+    evidence: dict[str, Any] = {}
+    rows: list[tuple[str, str]] = []
+    plot: Plot | None = None
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Of nothing: pass."""
+    return max(verdicts, key=_BY_WEIGHT.index, default="pass")
+
+
+def overall(verdicts: Iterable[Verdict]) -> Verdict:
+    """Of a whole diagnosis; what was skipped says nothing, unless all was."""
+    found = list(verdicts)
+    return worst(v for v in found if v != "skipped") if set(found) != {"skipped"} else "skipped"
+
+
+def asked(name: str) -> list[str]:
+    """The checks that ``name`` stands for.
+
+    Raises:
+        UsageError: there is no such check.
+    """
+    if name == ALL:
+        return list(CHECKS)
+    if name not in CHECKS:
+        raise UsageError(f"no check {name!r}", fix=nearest(name, [*CHECKS, ALL]))
+    return [name]

@@ -1,0 +1,96 @@
+"""What a diagnosis looks like in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from clustertrain.diagnose import curves
+from clustertrain.diagnose.names import Finding, Verdict
+from clustertrain.diagnose.process import Diagnosis
+from clustertrain.report.terminal import UNICODE, emit, glyphs, make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, TaskID
+
+_STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red", "skipped": "blue"}
+_WIDEST_PLOT = 100
+
+
+def show(console: Console, found: Finding) -> None:
+    """One finding: the verdict, what it comes of, what to do."""
+    parts: list[RenderableType] = [_headline(found)]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", ratio=1)
+    for name, words in found.rows:
+        table.add_row(name, words)
+    if found.fix:
+        table.add_row(Text("fix", "bold"), found.fix)
+    if table.row_count:
+        parts.append(Padding(table, (0, 0, 0, 2)))
+    if found.plot is not None and len(found.plot.x) > 1:
+        plain = {} if glyphs(console) is UNICODE else {"dot": "*", "line": "-", "side": "|"}
+        width = min(console.width, _WIDEST_PLOT) - 4
+        parts.append(Padding("\n".join(curves.in_characters(found.plot, width, **plain)), (0, 0, 0, 2)))
+    emit(console, *parts, "")
+
+
+def _headline(found: Finding) -> Table:
+    line = Table.grid(padding=(0, 2))
+    line.add_column(width=7)
+    line.add_column(width=9)
+    line.add_column(overflow="fold", ratio=1)
+    line.add_row(Text(found.verdict, _STYLES[found.verdict]), Text(found.check, "bold"), found.text)
+    return line
+
+
+def summary(console: Console, result: Diagnosis) -> None:
+    counts = [f"{n} {v}" for v in _STYLES if (n := sum(f.verdict == v for f in result.checks))]
+    emit(console, f"{result.recipe} on {result.device}: {', '.join(counts)}")
+
+
+class Bar:
+    """How far the checks are, on stderr where that is a terminal, wiped away at the end of the ``with``."""
+
+    def __init__(self, checks: int) -> None:
+        self._checks = checks
+        self._begun: list[str] = []
+        self._shown: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
+        self.hide()
+
+    def hide(self) -> None:
+        """Until there is something to tell again, so that other lines can be printed."""
+        if self._shown is not None:
+            self._shown[0].stop()
+            self._shown = None
+
+    def __call__(self, check: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        if check not in self._begun:
+            self._begun.append(check)
+        if self._shown is None:
+            self._shown = self._start()
+        progress, task = self._shown
+        words = f"{check} ({len(self._begun)} of {self._checks})" if self._checks > 1 else check
+        progress.update(task, description=words, completed=done, total=total or None)
+
+    def _start(self) -> tuple[Progress, TaskID]:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        progress = Progress(*columns, console=make_console(sys.stderr), transient=True)
+        progress.start()
+        return progress, progress.add_task("starting", total=None)

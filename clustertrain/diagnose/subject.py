@@ -1,0 +1,141 @@
+"""What is diagnosed: the recipe's model, data and loss, made anew for each check as the trainer makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from clustertrain.plan.layout import Batch
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.data import AugmentSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.train import loop, order, step
+from clustertrain.train.dropout import Dropout
+from clustertrain.train.loop import Trainer
+from clustertrain.train.models import Task, task
+from clustertrain.train.session import session
+
+# What attention modules call their dropout.
+_DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """``batch`` is one micro-batch a step; ``run`` a run directory that lasts as long as the checks; ``own_loss`` says
+    that the model's own is minimised, of which nothing is known."""
+
+    recipe: Recipe
+    batch: Batch
+    run: RunDir
+    device: torch.device
+    own_loss: bool = False
+
+    def task(self) -> Task:
+        return task(self.recipe)
+
+    def changed(self, **tables: Any) -> Subject:
+        """With other tables of the recipe: ``optim={"lr": 1.0}``."""
+        new = {name: msgspec.structs.replace(getattr(self.recipe, name), **keys) for name, keys in tables.items()}
+        return dataclasses.replace(self, recipe=msgspec.structs.replace(self.recipe, **new))
+
+    def without_noise(self) -> Subject:
+        """Nothing random in a step, nothing that holds the loss up, no processes that read."""
+        return self.changed(
+            model={"dropout": 0.0},
+            data={"augment": AugmentSpec(), "workers": 0},
+            objective={"label_smoothing": 0.0},
+            optim={"weight_decay": 0.0},
+        )
+
+    @contextmanager
+    def trainer(self) -> Iterator[Trainer]:
+        """The trainer's own parts, in a session of their own."""
+        with session(seed=self.recipe.train.seed, device=self.device.type) as s:
+            yield loop.trainer(s, self.recipe, self.batch)
+
+    @property
+    def in_groups(self) -> int:
+        """What the number of samples must be a multiple of."""
+        return self.recipe.model.two_tower.group if self.recipe.model.kind == "two-tower" else 1
+
+    @property
+    def eight(self) -> int:
+        """Samples that are few: eight, or the next number that divides into groups."""
+        return -(-8 // self.in_groups) * self.in_groups
+
+
+def batch_of(t: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
+    """(inputs, target) of the ``count`` samples from place ``start`` of the run on, on the device."""
+    dataset = t.task.dataset
+    found = order.samples(recipe.train.seed, len(dataset), start, count)
+    return on(t.session.device, tuple(default_collate([dataset[i] for i in found])))
+
+
+def on(device: torch.device, batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {k: on(device, v) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(on(device, v) for v in batch)
+    return batch
+
+
+def repeating(t: Trainer, batch: Any) -> Trainer:
+    """``t``, whose every step is over ``batch``."""
+    return dataclasses.replace(t, data=itertools.repeat(batch))  # type: ignore[arg-type]  # all that a step asks for
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+def no_dropout(model: nn.Module) -> None:
+    """Of every module that is known to have one, in place."""
+    for module in model.modules():
+        if isinstance(module, (nn.modules.dropout._DropoutNd, Dropout)):
+            module.p = 0.0
+        for name in _DROPOUTS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def output_of(t: Trainer, batch: Any) -> Any:
+    """The model's output on ``batch``, in the precision of training."""
+    inputs, _ = batch
+    with t.session.autocast():
+        return step.call(t.model, inputs, None)
+
+
+def mean_loss(t: Trainer, batch: Any) -> torch.Tensor:
+    """Of one micro-batch, a scalar on the device."""
+    with t.session.autocast():
+        value, count = step.weighed(t.loss(step.call(t.model, batch[0], None), batch[1]), batch[1], False)
+    mean: torch.Tensor = value.float() / count
+    return mean
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """All of them in a batch or in a part of it."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    inner: Sequence[Any] = list(batch.values()) if isinstance(batch, dict) else batch
+    return [t for part in inner for t in tensors(part)] if isinstance(inner, (list, tuple)) else []
+
+
+def classes_of(output: Any, target: Any) -> int | None:
+    """How many classes the logits ``output`` tell apart, where ``target`` names one of them each."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    if target.is_floating_point() or target.dtype == torch.bool or output.shape[:-1] != target.shape:
+        return None
+    return output.shape[-1]

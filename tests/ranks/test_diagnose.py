@@ -1,0 +1,158 @@
+"""``clustertrain diagnose`` on recipes that are broken in one way each, and on one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from clustertrain import clock
+from clustertrain.diagnose.names import CHECKS
+from tests.runs import CLI, INTERRUPTIBLE
+
+pytestmark = pytest.mark.ranks
+RECIPES = Path(__file__).parents[1] / "fixtures" / "broken"
+ENTRY = '[model]\nentry = "{module}:{name}"\n[data]\nkind = "own"\nentry = "sound:Clouds"\n[train]\nglobal_batch = 8\n'
+
+
+def environment(folder: Path) -> dict[str, str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    (folder / "tmp").mkdir(exist_ok=True)
+    home, tmp = str(folder / "home"), str(folder / "tmp")
+    return {**environ, "CLUSTERTRAIN_HOME": home, "TMPDIR": tmp, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+
+def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, "diagnose", *words], cwd=folder, env=environment(folder), text=True, capture_output=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+
+
+def document(folder: Path, *words: str) -> dict[str, Any]:
+    done = called(folder, *words, "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (1 if found["verdict"] == "fail" else 0), done.stderr
+    return found
+
+
+def nothing_left(folder: Path) -> bool:
+    """Of the command's files; torch keeps a cache for the next process."""
+    kept = [p.name for p in (folder / "tmp").iterdir() if not p.name.startswith("torchinductor_")]
+    return not kept and not (folder / "home").exists()
+
+
+def test_a_sound_recipe_passes_all_checks(tmp_path: Path) -> None:
+    found = document(tmp_path, "all", str(RECIPES / "sound.toml"))
+    assert found["device"] == "cpu" and [c["check"] for c in found["checks"]] == list(CHECKS)
+    verdicts = {c["check"]: c["verdict"] for c in found["checks"]}
+    verdicts.pop("speed")  # that of a machine which others use too
+    assert set(verdicts.values()) == {"pass"}, found
+    evidence = {c["check"]: c["evidence"] for c in found["checks"]}
+    assert evidence["resume"]["resumed_from_step"] == 3 < evidence["resume"]["killed_after_step"]
+    assert evidence["resume"]["compared_steps"][:3] == [4, 5, 6] and evidence["resume"]["state_same"]
+    assert sum(evidence["speed"]["parts_s"].values()) > 0 and set(evidence["speed"]["samples_per_s_read"]) == set(
+        "0124"
+    )
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "check", "words"),
+    [
+        ("shifted_labels", "data", "labels do not belong to their samples"),
+        ("rate_too_high", "lr-range", "times too high"),
+        ("dead_units", "layers", "relu after second are dead"),
+        ("forgotten_eval", "modes", "in eval mode after a step"),
+        ("wrong_gradient", "gradients", "in the backward pass of scaled (Scale)"),
+    ],
+)
+def test_a_broken_recipe_is_caught(tmp_path: Path, recipe: str, check: str, words: str) -> None:
+    [found] = document(tmp_path, check, str(RECIPES / f"{recipe}.toml"))["checks"]
+    assert (found["check"], found["verdict"]) == (check, "fail") and words in found["text"]
+    assert found["fix"] and found["evidence"]
+
+
+def test_curves_go_into_a_page_and_a_run_directory_is_never_made(tmp_path: Path) -> None:
+    done = called(tmp_path, "overfit", str(RECIPES / "sound.toml"), "--plot", "curves.html", "--set", "optim.lr=0.005")
+    assert done.returncode == 0 and "lr 0.005" in done.stdout and "│•" in done.stdout, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    page = (tmp_path / "curves.html").read_text()
+    assert "<polyline" in page and "overfit: 8 samples" in page
+    assert nothing_left(tmp_path)
+
+
+OWN = """
+import torch
+from sound import Clouds, Perceptron
+
+class Empty(Clouds):
+    def __init__(self):
+        super().__init__(0)
+
+class Raises(Perceptron):
+    def __init__(self):
+        raise ValueError("no weights here")
+
+class RaisesInForward(Perceptron):
+    def forward(self, points):
+        raise ValueError("no such shape")
+
+class Exits(Perceptron):
+    def __init__(self):
+        import os
+        os._exit(3)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "sound.py").write_text((RECIPES / "sound.py").read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [("Raises", 78, "no weights here"), ("Exits", 1, "exit code 3"), ("Missing", 78, "Missing"),
+     ("RaisesInForward", 1, "it raised ValueError: no such shape")],
+)  # fmt: skip
+def test_a_model_that_raises_is_told_in_a_line(own: Path, name: str, code: int, words: str) -> None:
+    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name=name))
+    done = called(own, "init-loss", "recipe.toml")
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code and words in said and "Traceback" not in said
+    assert nothing_left(own)
+
+
+def test_data_that_is_empty_is_told_before_any_check(own: Path) -> None:
+    text = ENTRY.format(module="sound", name="Perceptron").replace("sound:Clouds", "own_parts:Empty")
+    (own / "recipe.toml").write_text(text)
+    done = called(own, "all", "recipe.toml")
+    assert done.returncode == 78 and "the data set is empty" in done.stderr and not done.stdout
+
+
+def test_ctrl_c_ends_all_that_it_has_started(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [*INTERRUPTIBLE, sys.executable, "-m", "clustertrain", "diagnose", "resume", str(RECIPES / "sound.toml")],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process, found = psutil.Process(child.pid), list[psutil.Process]()
+
+    def rank_is_there() -> bool:
+        found[:] = process.children(recursive=True)
+        return len(found) >= 2
+
+    assert clock.wait_until(rank_is_there, 120)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert not [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert nothing_left(tmp_path)

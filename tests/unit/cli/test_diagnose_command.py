@@ -1,0 +1,45 @@
+"""``diagnose`` as far as it goes without a process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from clustertrain.cli.diagnose import diagnose
+from clustertrain.diagnose.names import CHECKS
+from clustertrain.errors import ConfigError, UsageError
+
+
+def test_without_a_check_it_lists_them() -> None:
+    done = CliRunner().invoke(diagnose, [])
+    assert done.exit_code == 0
+    assert [line.split()[0] for line in done.output.splitlines()] == [*CHECKS, "all"]
+    assert json.loads(CliRunner().invoke(diagnose, ["--json"]).output)["checks"] == CHECKS
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "words"),
+    [
+        (["gradient", "recipe.toml"], UsageError, "gradients"),
+        (["overfit"], UsageError, "RECIPE.toml"),
+        (["overfit", "train.py"], UsageError, "model.entry"),
+        (["overfit", "missing.toml"], UsageError, "missing.toml"),
+        (["overfit", "odd.toml"], ConfigError, "not valid TOML"),
+        (["overfit", "unknown.toml"], ConfigError, "modle"),
+        (["overfit", "fine.toml", "--set", "optim.lr=-1"], ConfigError, "lr"),
+        (["overfit", "fine.toml", "--set", 'data.path="nowhere"'], ConfigError, "nowhere"),
+        (["overfit", "fine.toml", "--plot", "curve.png"], UsageError, ".svg"),
+    ],
+)
+def test_what_cannot_be_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], error: type[Exception], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("odd", "[model"), ("unknown", "[modle]\n"), ("fine", "")):
+        (tmp_path / f"{name}.toml").write_text(text)
+    (tmp_path / "train.py").write_text("")
+    raised = CliRunner().invoke(diagnose, argv).exception
+    assert isinstance(raised, error) and words in str(raised)

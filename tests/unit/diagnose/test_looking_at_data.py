@@ -1,0 +1,66 @@
+"""What the data check sees in samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clustertrain.diagnose.data import Seen, look_at, of_labels, of_values, words_of
+from clustertrain.diagnose.subject import Subject
+from clustertrain.plan.layout import Batch
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.recipe import Recipe
+
+SUBJECT = Subject(Recipe(), Batch(), RunDir(Path("nowhere")), torch.device("cpu"))
+
+
+def seen(*samples: object) -> Seen:
+    found = Seen(list(range(len(samples))))
+    for i, sample in enumerate(samples):
+        look_at(found, i, sample)
+    return found
+
+
+def labelled(*labels: int) -> Seen:
+    return seen(*((torch.tensor([float(i)]), label) for i, label in enumerate(labels)))
+
+
+def test_what_is_not_finite_is_named_by_its_number() -> None:
+    samples = [(torch.tensor([1.0, i]), i) for i in (0.0, 1.0, float("nan"), 3.0)]
+    [(verdict, text, _)] = of_values(seen(*samples))
+    assert verdict == "fail" and "number 2" in text
+
+
+def test_duplicates_and_inputs_with_two_targets() -> None:
+    x = torch.arange(3.0)
+    notes = of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)))
+    assert [n[0] for n in notes] == ["warn", "warn"] and "different targets" in notes[1][1]
+    [(verdict, text, _)] = of_values(seen((x, 0), (x, 0)))
+    assert verdict == "fail" and "same inputs" in text
+    assert of_values(seen((x, 0), (x + 1, 0))) == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "verdict", "words"),
+    [((0, 1, 2), None, ""), ((1, 2, 3), "fail", "from 0 to 2"), ((-1, 0, 1), "fail", "ignore_index"),
+     ((1, 1, 1), "fail", "nothing to learn"), ((0,) * 19 + (1,), "warn", "accuracy")],
+)  # fmt: skip
+def test_labels(labels: tuple[int, ...], verdict: str | None, words: str) -> None:
+    notes = of_labels(labelled(*labels), 3, SUBJECT)
+    assert [n[0] for n in notes] == ([verdict] if verdict else [])
+    assert all(words in n[2] for n in notes)
+
+
+def test_masked_targets_are_no_labels() -> None:
+    found = seen((torch.arange(4), torch.tensor([-100, 1, 2, 0])))
+    assert of_labels(found, 3, SUBJECT) == []
+
+
+def test_a_sample_in_a_line() -> None:
+    text = torch.tensor(list(b"def main():\n"))
+    assert words_of((text[:-1], text[1:]), SUBJECT) == "'def main():' -> 'ef main():\\n'"
+    image = (torch.zeros(8, 8, 3, dtype=torch.uint8), 4)
+    assert words_of(image, SUBJECT) == "uint8 (8, 8, 3) from 0 to 0, mean 0 -> 4"
+    assert words_of(({"ids": torch.arange(9)}, torch.tensor(0.5)), SUBJECT).endswith("-> 0.5")

@@ -1,0 +1,154 @@
+"""What each check makes of its numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from clustertrain.diagnose import init_loss, layers, lr_range, overfit, resume, speed
+from clustertrain.diagnose.names import CHECKS, Verdict, asked, overall, worst
+from clustertrain.diagnose.overfit import Try
+from clustertrain.errors import UsageError
+from clustertrain.train.expected import Expected
+
+LN_10 = Expected(math.log(10), "ln 10")
+
+
+def test_a_check_is_found_by_its_name_and_a_wrong_one_by_the_nearest() -> None:
+    assert asked("all") == list(CHECKS) and asked("resume") == ["resume"]
+    with pytest.raises(UsageError) as e:
+        asked("overfitt")
+    assert e.value.fix is not None and "overfit" in e.value.fix
+
+
+def test_the_worst_verdict_counts_and_skipped_only_when_alone() -> None:
+    assert worst([]) == "pass" and worst(["pass", "fail", "warn"]) == "fail"
+    assert overall(["skipped", "pass"]) == "pass" and overall(["skipped"]) == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [(2.3026, "pass"), (2.5, "pass"), (2.06, "pass"), (2.7, "warn"), (9.0, "fail"), (0.4, "fail"), (math.nan, "fail")],
+)
+def test_the_first_loss(loss: float, verdict: Verdict) -> None:
+    assert init_loss.judged(loss, LN_10)[0] == verdict
+
+
+def test_a_loss_of_ones_own_is_never_more_than_doubted() -> None:
+    assert init_loss.judged(9.0, LN_10, own_loss=True)[0] == "warn"
+    assert init_loss.judged(9.0, None)[0] == "skipped"
+    assert init_loss.judged(math.inf, None)[0] == "fail"
+
+
+def fall(first: float, last: float, noise: float = 0.0) -> Try:
+    values = [first + (last - first) * i / 99 + noise * (-1) ** i for i in range(100)]
+    return Try(1e-3, values, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tries", "verdict", "words"),
+    [
+        ([fall(2.0, 0.0)], "pass", "by heart"),
+        ([fall(2.0, 1.9), fall(2.0, 0.01)], "warn", "optim.lr"),
+        ([fall(2.0, 0.8)], "warn", "is left"),
+        ([fall(2.0, 2.0)], "fail", "stays"),
+        ([fall(2.0, 2.0, noise=1.0)], "fail", "jumps"),
+        ([fall(2.0, 1.4)], "fail", "hardly"),
+        ([fall(2.0, math.nan)], "fail", "not finite"),
+    ],
+)
+def test_overfitting(tries: list[Try], verdict: Verdict, words: str) -> None:
+    found, text, _ = overfit.judged(tries, 8)
+    assert (found, words in text) == (verdict, True), text
+
+
+def curve() -> tuple[list[float], list[float]]:
+    """Falls from 1e-4 on, rises from 1e-1 on."""
+    rates = [10 ** (-7 + 7 * i / 99) for i in range(100)]
+    return rates, [3.0 - 2.0 * max(0.0, min(1.0, (math.log10(r) + 4) / 3)) + 20 * max(0.0, r - 0.1) for r in rates]
+
+
+def test_the_rate_at_which_the_loss_turns_up() -> None:
+    rates, losses = curve()
+    turn = lr_range.turning_point(rates, losses)
+    assert turn is not None and 0.08 < turn < 0.12
+    assert lr_range.turning_point(rates, [3.0] * 100) is None and lr_range.turning_point([], []) is None
+
+
+@pytest.mark.parametrize(("lr", "verdict"), [(0.01, "pass"), (0.09, "pass"), (0.5, "fail"), (5e-5, "warn")])
+def test_the_rate_of_the_recipe_against_the_suggestion(lr: float, verdict: Verdict) -> None:
+    _, losses = curve()
+    assert lr_range.judged(lr, 0.1, losses, {lr: (3.0, 1.0)})[0] == verdict
+
+
+def test_a_rate_that_no_sweep_shows_wrong_and_that_does_not_learn() -> None:
+    _, losses = curve()
+    assert lr_range.judged(0.05, 0.1, losses, {0.05: (3.0, math.inf)})[0] == "warn"
+    assert lr_range.judged(0.05, None, losses, {})[0] == "fail"
+    assert "lowest rate" in lr_range.judged(0.05, None, [], {})[1]
+
+
+def test_the_smoothed_loss_begins_where_the_loss_does_and_a_lost_one_is_seen() -> None:
+    assert lr_range.smoothed([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
+    assert not lr_range.lost([3.0] * 20) and lr_range.lost([3.0] * 20 + [9.0])
+
+
+@pytest.mark.parametrize(
+    ("norms", "verdict"),
+    [
+        ({"a": 1.0, "b": 2.0, "c": 5.0}, "pass"),
+        ({"a": 1.0, "b": 1.0, "c": 20.0}, "warn"),
+        ({"a": 1.0, "b": 1.0, "c": 1e-4}, "fail"),
+        ({"a": 1.0, "b": 1.0, "c": 0.0}, "fail"),
+        ({"a": 0.0, "b": 0.0}, "fail"),
+        ({"a": 1.0, "b": math.nan}, "fail"),
+    ],
+)
+def test_gradient_norms_name_the_layer_that_is_out(norms: dict[str, float], verdict: Verdict) -> None:
+    found, text, _ = layers.judged_norms(norms)
+    assert found == verdict
+    if verdict != "pass" and len(norms) == 3:
+        assert " c " in text
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.1, "pass"), (0.3, "warn"), (0.5, "fail")])
+def test_dead_units(share: float, verdict: Verdict) -> None:
+    found, text, _ = layers.judged_dead({"relu": 0.0, "up": share})
+    assert found == verdict and (verdict == "pass" or "up" in text)
+
+
+def test_sizes_of_activations() -> None:
+    assert [layers.judged_sizes({"a": v})[0] for v in (1.0, 1e5, 1e-9, 0.0, math.nan)] == [
+        "pass", "warn", "warn", "pass", "fail",
+    ]  # fmt: skip
+
+
+ROWS = {n: {"step": n, "loss": 1.0 / n, "grad_norm": 2.0, "lr": 1e-3} for n in range(1, 8)}
+AFTER = {n: ROWS[n] for n in range(4, 8)}
+
+
+def test_a_resume_is_judged_by_the_last_bit() -> None:
+    off = {**AFTER, 6: {**ROWS[6], "loss": math.nextafter(ROWS[6]["loss"], 1)}}
+    assert resume.differing(ROWS, AFTER) == []
+    [one] = resume.differing(ROWS, off)
+    assert (one["step"], one["name"]) == (6, "loss")
+    assert resume.judged(AFTER, 3, [], same_state=True, repeats=None)[0] == "pass"
+    assert resume.judged(off, 3, [one], same_state=True, repeats=True)[0] == "fail"
+    assert resume.judged(off, 3, [one], same_state=True, repeats=False)[0] == "warn"
+    assert resume.judged(AFTER, 3, [], same_state=False, repeats=True)[0] == "fail"
+    assert resume.judged(ROWS, 3, [], same_state=True, repeats=None)[0] == "fail"  # it has begun anew
+
+
+@pytest.mark.parametrize(
+    ("waiting", "asked", "reading", "verdict", "words"),
+    [
+        (0.05, 0, {0: 900.0, 1: 800.0}, "pass", ""),
+        (0.6, 0, {0: 500.0, 1: 600.0, 2: 1300.0, 4: 2000.0}, "fail", "data.workers = 2"),
+        (0.3, 1, {0: 500.0, 1: 600.0, 2: 700.0}, "warn", "too slow"),
+        (0.3, 0, {0: 5000.0, 1: 600.0}, "warn", "micro_batch"),
+    ],
+)
+def test_waiting_for_data(waiting: float, asked: int, reading: dict[int, float], verdict: Verdict, words: str) -> None:
+    found, _, fix = speed.judged(waiting, asked, reading, 1000.0)
+    assert found == verdict and words in fix
