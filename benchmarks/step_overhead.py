@@ -140,9 +140,10 @@ def interleave(run_dir: str, out: str, block: int, device: str) -> None:
     Session.steps = steps  # type: ignore[method-assign]
 
 
-def alternate(out: str, block: int) -> None:
+def alternate(out: str, block: int, device: str) -> None:
     """Setup of a rank: in every other block of steps the signals are off. Rank 0 writes the seconds of each block to
     ``out``, as pairs (with, without) of (wall, processor) seconds."""
+    os.environ[settings.DEVICE] = device
     original, call = Session.steps, TrainStep.__call__
     switch = {"on": True}
 
@@ -215,13 +216,15 @@ def _make_run(path: Path, setting: Setting, layout: Layout, blocks: int) -> RunD
 
 
 def timed(setting: Setting, name: str, pairs: int, *, signals: bool = False) -> dict[str, Any]:
-    """One row of the result; with ``signals`` in place of the bare loop the trainer without them. Raises CannotRun when the ranks failed or a step is too short to tell."""
+    """One row of the result; with ``signals`` in place of the bare loop the trainer without them. Raises CannotRun
+    when the ranks failed or a step is too short to tell."""
     layout = setting.layouts[name]
     with tempfile.TemporaryDirectory(prefix="step-overhead-") as folder:
         out = Path(folder, "pairs.json")
         run = _make_run(Path(folder, "run"), setting, layout, (WARMUP + pairs) * (1 + signals))
         setup: Callable[..., None] = alternate if signals else interleave
-        given = (str(out), setting.block) if signals else (str(run.path), str(out), setting.block, setting.device)
+        given = (str(out), setting.block, setting.device)
+        given = given if signals else (str(run.path), *given)
         ranks = Ranks(run, layout.world_size, setup=setup, args=given)
         try:
             codes = ranks.wait(TIMEOUT_S)

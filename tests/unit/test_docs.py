@@ -14,6 +14,7 @@ import pytest
 from clustertrain import proc
 from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.stability import StabilitySpec
 from clustertrain.spec.strict import build
 from clustertrain.spec.telemetry import AlertsSpec
 
@@ -40,6 +41,13 @@ def test_every_key_of_alerts_is_documented_with_its_default() -> None:
     text = (ROOT / "docs" / "alerts.md").read_text()
     for field in msgspec.structs.fields(AlertsSpec):
         shown = msgspec.json.encode([] if field.name == "command" else field.default).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name
+
+
+def test_every_key_of_stability_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "stability.md").read_text()
+    for field in msgspec.structs.fields(StabilitySpec):
+        shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
