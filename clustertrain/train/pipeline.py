@@ -22,7 +22,7 @@ from clustertrain.train import precision, stages
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.forward_only import ForwardOnly
 from clustertrain.train.stages import Stage
-from clustertrain.train.step import Loss, takes_samples, weighed
+from clustertrain.train.step import Loss, figures, takes_samples, weighed
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": torch_pipelining.ScheduleGPipe,
@@ -149,7 +149,7 @@ class Pipeline(nn.Module):
             with precision.autocast(self._context):
                 value, count = weighed(loss_fn(output, target), target, nobodys[i])
             # By number and not added up: torch calls it once more to learn the shapes.
-            counted[i] = torch.stack([value.detach().double(), torch.as_tensor(count, device=value.device).double()])
+            counted[i] = figures(value.detach(), count)
             return value * scale
 
         self._loss = loss

@@ -71,6 +71,13 @@ def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch
     return (total * 0, 0) if nobodys else (total, count)
 
 
+def figures(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """A micro-batch's (sum of losses, count) in fp64, on the device; no host sync."""
+    if not isinstance(count, torch.Tensor):
+        count = torch.full((), count, device=total.device)  # filled there: a copy would make the host wait
+    return torch.stack([total.double(), count.to(total.device).double()])
+
+
 def takes_samples(model: nn.Module) -> bool:
     """Whether ``forward`` has an argument ``samples``: the place of each sample in the run, (batch,) int64."""
     return "samples" in inspect.signature(model.forward).parameters
@@ -181,7 +188,7 @@ class TrainStep:
                     with profiling.part("backward"):
                         (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
-                totals += torch.stack([value.double(), torch.as_tensor(count, device=value.device).double()])
+                totals += figures(value, count)
         return totals
 
     def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:

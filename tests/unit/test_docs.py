@@ -15,6 +15,7 @@ from clustertrain import proc
 from clustertrain.spec.cluster import ClusterProfile, Measured
 from clustertrain.spec.data import AugmentSpec, DataSpec
 from clustertrain.spec.parallel import ParallelSpec
+from clustertrain.spec.stability import StabilitySpec
 from clustertrain.spec.strict import build
 from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.spec.tracking import TrackingSpec
@@ -57,6 +58,13 @@ def test_every_key_of_data_is_documented() -> None:
     keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
     assert [key for key in sorted(keys) if not re.search(rf"(`|^ *){key}\b", text, re.MULTILINE)] == ["augment"]
     assert "[data.augment]" in text
+
+
+def test_every_key_of_stability_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "stability.md").read_text()
+    for field in msgspec.structs.fields(StabilitySpec):
+        shown = msgspec.json.encode(field.default).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
 def test_every_key_of_a_cluster_profile_is_documented() -> None:

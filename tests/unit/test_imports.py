@@ -136,7 +136,7 @@ def test_the_package_imports_only_the_standard_library() -> None:
 
 
 def test_the_exported_names() -> None:
-    assert sorted(clustertrain.__all__) == ["Session", "__version__", "session"]
+    assert sorted(clustertrain.__all__) == ["Clipping", "Session", "__version__", "session"]
     for name in clustertrain.__all__:
         assert getattr(clustertrain, name)
     with pytest.raises(AttributeError, match="sesion"):

@@ -43,7 +43,8 @@ class Clipping:
 
 def limit(clipping: Clipping, norms: Ring, device: torch.device) -> torch.Tensor:
     """The greatest global norm that is left as it is, on the device; inf where there is none."""
-    fixed = torch.tensor(clipping.norm or float("inf"), device=device)
+    # Filled there: a number that is copied to a GPU makes the host wait for it.
+    fixed = torch.full((), clipping.norm or float("inf"), device=device)
     if clipping.mode == "value":
         return torch.full_like(fixed, float("inf"))
     if clipping.mode == "norm":

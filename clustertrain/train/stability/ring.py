@@ -29,15 +29,15 @@ class Ring:
 
     def median(self) -> torch.Tensor:
         """The lower one of an even number; nan of none."""
-        return self._values.nanmedian()
+        return self.quantile(0.5)
 
     def deviation(self) -> torch.Tensor:
         """The median of the distances from the median."""
-        return (self._values - self.median()).abs().nanmedian()
+        return _quantile((self._values - self.median()).abs(), 0.5)
 
     def quantile(self, share: float) -> torch.Tensor:
         """A value that was pushed, not one between two: the same bits on every kind of device."""
-        return self._values.nanquantile(share, interpolation="lower")
+        return _quantile(self._values, share)
 
     def to_list(self) -> list[float]:
         """The oldest first. Waits for the device."""
@@ -51,3 +51,8 @@ class Ring:
         padded = [math.nan] * (size - len(kept)) + kept
         self._values.copy_(torch.tensor(padded, dtype=self._values.dtype))
         self._next = 0
+
+
+def _quantile(values: torch.Tensor, share: float) -> torch.Tensor:
+    """Not by nanmedian, which on a GPU asks the device how many nans there are (torch 2.13)."""
+    return values.nanquantile(share, interpolation="lower")

@@ -53,6 +53,54 @@ def test_a_step_that_counts_nothing_leaves_the_weights_as_they_are(session: ct.S
     assert math.isfinite(done.loss.item()) and done.grad_norm > 0
 
 
+def stepped(session: ct.Session, batch: Any) -> list[torch.Tensor]:
+    """The gradient's norm and the weights after one step over ``batch`` of a model that is the same each time."""
+    torch.manual_seed(3)
+    model = session.parallelize(nn.Linear(FEATURES, 1))
+    session._train_step = None
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    done = session.train_step(batch, masked)
+    return [done.loss, done.grad_norm, *(p.detach() for p in model.parameters())]
+
+
+def test_ragged_micro_batches_with_a_short_last_one_are_one_large_batch(session: ct.Session) -> None:
+    torch.manual_seed(1)
+    inputs, target = torch.randn(11, FEATURES), torch.randn(11, 4)
+    target[torch.rand(11, 4) < 0.4] = torch.nan  # so many count in each sample, and in the last one none
+    target[10] = torch.nan
+    whole = stepped(session, (inputs, target))
+    for sizes in ([4, 4, 3], [1, 2, 8], [5, 5, 1]):
+        parts = list(zip(inputs.split(sizes), target.split(sizes), strict=True))
+        assert len({int((~t.isnan()).sum()) for _, t in parts}) > 1
+        for mine, theirs in zip(stepped(session, parts), whole, strict=True):
+            assert torch.allclose(mine, theirs, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Session, bad: float) -> None:
+    model = session.parallelize(nn.Linear(FEATURES, 1))
+    session.optimizer(torch.optim.AdamW, lr=0.1)
+    good = (torch.ones(2, FEATURES), torch.ones(2, 1))
+    session.train_step(good, masked)
+    before = [p.detach().clone() for p in model.parameters()]
+    done = session.train_step((torch.full((2, FEATURES), bad), torch.ones(2, 1)), masked)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert (bool(done.skipped), bool(done.finite), bool(done.clipped), done.overflow) == (True, False, False, False)
+    assert not session.train_step(good, masked).skipped
+
+
+def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:
+    model = session.parallelize(nn.Linear(FEATURES, 1, bias=False))
+    session.optimizer(torch.optim.SGD, lr=1.0)
+    batch = (torch.ones(2, FEATURES), torch.full((2, 1), 100.0))
+    before = model.weight.detach().clone()
+    done = session.train_step(batch, masked, clip=ct.Clipping("value", value=0.25))
+    assert done.clipped and done.clip_fraction == 1.0 and done.grad_norm > 1
+    assert torch.allclose(model.weight - before, torch.full_like(before, 0.25))
+    with pytest.raises(UsageError, match="not both"):
+        session.train_step(batch, masked, clip_norm=1.0, clip=ct.Clipping())
+
+
 def test_one_optimizer_and_no_more(session: ct.Session) -> None:
     model = session.parallelize(nn.Linear(FEATURES, 1))
     session.optimizer(torch.optim.SGD, [model.weight], lr=0.1)
