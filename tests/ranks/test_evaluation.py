@@ -242,7 +242,8 @@ def _found(ranks: Ranks) -> list[dict[str, float]]:
     "layout",
     [
         Layout(strategy="ddp", dp_replicate=2),
-        Layout(pp=2, schedule="1f1b", strategy="fsdp", dp_shard=2),
+        Layout(pp=2, schedule="zero-bubble", virtual_stages=2, strategy="fsdp", dp_shard=2),
+        Layout(strategy="fsdp-grad-op", dp_shard=2, reshard_after_forward=False),
         Layout(pp=2, schedule="zbv", virtual_stages=2),
     ],
     ids=lambda layout: layout.words(),
