@@ -118,7 +118,7 @@ def _optimizer(model: Decoder, name: str, spec: OptimSpec) -> torch.optim.Optimi
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("embed")]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or n.startswith("embed")]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas_for(text=True), eps=spec.eps)
 
 
 def _summed(model: Decoder, policy: str, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> float:

@@ -52,9 +52,9 @@ def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
 
 
 # What each goes on from where the one before has ended, after so many steps.
-CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7), ("hsdp", 8))
+CHAIN = (("fsdp", THAW_STEP - 1), ("fsdp", 4), ("zero1", 5), ("one", 6), ("fsdp-pp", 7))
 SHAPES = {**LAYOUTS, "zero1": Layout(strategy="zero1", dp_replicate=2, zero1=True), "one": Layout()}
-OF_CHAIN = ("muon", "lamb", "soap", "adamw8bit")
+OF_CHAIN = ("muon", "soap", "adamw8bit")
 
 
 def test_what_one_layout_saves_another_one_goes_on_with(tmp_path: Path) -> None:
