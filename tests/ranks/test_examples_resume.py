@@ -1,0 +1,88 @@
+"""Each example, killed at a random step and resumed, has the curves of a run that was not: training and validation."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from clustertrain.run import metrics
+from clustertrain.run.folder import RunDir
+from tests.ranks.rank_pool import Ranks, make_run, write_plan
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, EVERY, EVALUATE = 12, 3, 4
+# Of the clock, or of how long something took: never the same twice.
+OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$")
+SCRIPTS = {
+    "text_script.py": ("--steps", "32", "--checkpoint-every", "3"),  # its warmup alone takes 20
+    "digits_script.py": ("--steps", "12", "--checkpoint-every", "3"),
+    "digit_halves_script.py": ("--steps", "12", "--checkpoint-every", "3"),
+}
+
+
+def recipe_run(folder: Path, name: str) -> RunDir:
+    """The recipe as it is, but for its length and the work of one evaluation."""
+    run = make_run(folder, "ddp", 2)
+    recipe = tomllib.loads((EXAMPLES / name).read_text())
+    strategy = recipe.pop("job").get("layout", "ddp")
+    recipe["train"]["steps"] = STEPS
+    recipe["evaluation"] |= {"every": EVALUATE, "samples": 32}
+    recipe["checkpoint"]["every"] = EVERY
+    run.spec.write_text(tomli_w.dumps({"recipe": recipe}))
+    write_plan(run, strategy, 2, global_batch=recipe["train"]["global_batch"], micro_batch=8)
+    return run
+
+
+def script_run(folder: Path, name: str) -> RunDir:
+    return make_run(folder, "ddp", 2, script=(EXAMPLES / name, SCRIPTS[name]))
+
+
+def die_at(step: int) -> None:
+    """Setup: SIGKILL to itself in the middle of step ``step``, on all ranks."""
+    from clustertrain.train.session import Session
+
+    one_thread()
+    original = Session.train_step
+
+    def train_step(self: Session, *args: Any, **kw: Any) -> Any:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kw)
+
+    Session.train_step = train_step  # type: ignore[method-assign]
+
+
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def curves(run: RunDir) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not OF_TIME.search(k)} for row in metrics.read(run)]
+
+
+@pytest.mark.parametrize("name", ["text.toml", "digits.toml", "digit_halves.toml", *SCRIPTS])
+def test_killed_at_a_random_step_and_resumed_has_the_same_curves(name: str, tmp_path: Path) -> None:
+    make = script_run if name in SCRIPTS else recipe_run
+    whole = make(tmp_path / "whole" / "run", name)
+    Ranks(whole, 2, setup=one_thread).expect(0)
+    step = random.randrange(1, STEPS)
+    run = make(tmp_path / "parts" / "run", name)
+    assert all(code != 0 for code in Ranks(run, 2, setup=die_at, args=(step,)).wait())
+    Ranks(run, 2, 2, setup=one_thread).expect(0)
+    found, wanted = curves(run), curves(whole)
+    total = 32 if name == "text_script.py" else STEPS
+    assert [row["step"] for row in wanted] == list(range(1, total + 1))
+    assert found == wanted, f"killed in step {step}"
+    assert all("loss" in row for row in wanted)
+    if name.endswith(".toml"):
+        assert sum("validation_loss" in row for row in wanted) == STEPS // EVALUATE
