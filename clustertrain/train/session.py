@@ -509,7 +509,7 @@ class Session:
         if model is None:
             raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
         chosen = named(metrics)
-        known = slices_of(data, slices)
+        known = slices_of(data, slices, group)
         cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group)
         portions = cut_up(data, cut, self._context, self.seed, self._agreement.any)
         measure = Evaluator(model, self._context, self._groups, self.poll)

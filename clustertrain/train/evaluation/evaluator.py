@@ -39,13 +39,21 @@ class Slices:
 NO_SLICES = Slices(())
 
 
-def slices_of(dataset: Any, wanted: Sequence[str] = ()) -> Slices:
+def slices_of(dataset: Any, wanted: Sequence[str] = (), group: int = 1) -> Slices:
     """Those of ``dataset``, which has them as ``slice_names`` and ``slice_of``: the ``wanted`` ones, else all of them
-    unless they are very many.
+    unless they are very many. None where samples only count in groups of several.
 
     Raises:
-        ConfigError: one that is wanted is not there.
+        ConfigError: one that is wanted is not there, or cannot be told apart.
     """
+    if group > 1:
+        if wanted:
+            raise ConfigError(
+                f"contract.slices = {list(wanted)}: the loss compares {group} samples with each other, so none of them "
+                "has a figure of its own slice",
+                fix="leave contract.slices out",
+            )
+        return NO_SLICES
     there: tuple[str, ...] = tuple(getattr(dataset, "slice_names", ()))
     for name in wanted:
         if name not in there:

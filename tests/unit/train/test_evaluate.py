@@ -15,7 +15,7 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train import seeds
-from clustertrain.train.evaluation.evaluator import MOST_SLICES, slices_of
+from clustertrain.train.evaluation.evaluator import MOST_SLICES, NO_SLICES, slices_of
 from clustertrain.train.evaluation.ordered import OnePass
 
 CPU = torch.device("cpu")
@@ -201,3 +201,16 @@ def test_slices_that_are_not_there_and_very_many_of_them() -> None:
     many = Points()
     many.slice_names = tuple(map(str, range(MOST_SLICES + 1)))  # type: ignore[assignment]
     assert slices_of(many).names == () and slices_of(many, ("7",)).names == ("7",)
+
+
+def test_samples_that_only_count_in_groups_have_no_slices() -> None:
+    class Halves:
+        slice_names = ("a", "b")
+
+        def slice_of(self, i: int) -> int:
+            return i % 2
+
+    assert slices_of(Halves()).names == ("a", "b")
+    assert slices_of(Halves(), group=8) is NO_SLICES
+    with pytest.raises(ConfigError, match="compares 8 samples with each other"):
+        slices_of(Halves(), ["a"], 8)
