@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def die_at(step: int) -> None:
 
 
 def one_thread() -> None:
+    """Setup; and what job.sh does with PYTHONPATH for modules beside a recipe."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(EXAMPLES))
 
 
 def curves(run: RunDir) -> list[dict[str, Any]]:
