@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+# Some images set it. The tests start hundreds of short processes, each of which would compile the package for itself, and
+# pytest's workers all test files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape optimizers chaos-checkpoint gpu-check clean
@@ -25,8 +28,8 @@ demo: setup ## the main job on this machine: train, be preempted, requeue, resum
 	@CLUSTERTRAIN_HOME="$(CURDIR)/.demo" examples/demo
 
 FAST := -n auto --maxprocesses 8 -m 'not slurm and not ranks and not gpu and not long'
-# A test of ranks waits for processes to start as much as it computes; one file's tests share a team of ranks.
-RANKS := -n 2 --dist loadfile -m '(ranks or long) and not slurm and not gpu'
+# A test of ranks waits for processes as much as it computes. Each goes to whichever worker is free: tests/conftest.py.
+RANKS := -n 3 --dist loadgroup -m '(ranks or long) and not slurm and not gpu'
 # These share one Slurm cluster, or one GPU.
 ALONE := -m 'slurm or gpu'
 

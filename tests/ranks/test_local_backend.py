@@ -111,21 +111,16 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
     assert status["attempts"][0]["requeued"] == "slurm"
 
 
-def test_cancel_ends_every_process_and_the_run_for_good(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path, steps=100_000)))
-    run.wait_for_step(3)
+def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(
+    submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
+    run.wait_for_step(20)
     run.call("cancel", run.id)
     assert run.wait_until_final()["state"] == "cancelled"
     assert clock.wait_until(lambda: not below(run), 60)
     assert run.endings() == ["cancelled"]
     assert run.call("wait", run.id, check=False).returncode == 1
-
-
-def test_a_cancelled_run_is_continued_only_by_hand(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    run = submitted(*PAIR, str(runs.write_recipe(tmp_path)))
-    run.wait_for_step(20)
-    run.call("cancel", run.id)
-    run.wait_until_final()
     run.call("requeue", run.id)
     run.complete()
     assert run.endings() == ["cancelled", "completed"]

@@ -147,11 +147,12 @@ def optional(kind: type[msgspec.Struct]) -> set[str]:
 KINDS = (Summary, GpuSummary, HostSummary, RankSummary, TrainingSummary, AttemptSummary, InPhase, Throttled, Window)
 
 
+# A wide report has the columns of a narrow one and more.
+@pytest.mark.parametrize("width", [pytest.param(80, marks=pytest.mark.long), 160])
 @pytest.mark.parametrize("name", sorted(set().union(*map(optional, KINDS))))
-def test_any_figure_may_be_missing(name: str) -> None:
+def test_any_figure_may_be_missing(name: str, width: int) -> None:
     found = lacking(broken(), name)
-    assert "gpt-abc234" in printed(found, 80)
-    assert "gpt-abc234" in printed(found, 160)
+    assert "gpt-abc234" in printed(found, width)
     codes = {n.code for n in found.notes}
     for code, needs in {"gpu_unused": "utilization", "slow_gpu": "sm_clock_mhz", "throttled": "thermal"}.items():
         assert code in codes or name == needs, f"{code} does not need {name}"

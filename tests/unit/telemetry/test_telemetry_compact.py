@@ -48,8 +48,10 @@ def names(folder: Path) -> set[str]:
 DONE = {"header.json", "totals.json.gz", "fast.parquet", "slow.parquet", "rollup-60.packed", "rollup-900.bin"}
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o750])
 @pytest.mark.parametrize("compacted", [False, True])
-def test_the_group_may_read_and_nobody_else(tmp_path: Path, compacted: bool) -> None:
+def test_the_group_may_read_what_is_in_an_open_run_and_nobody_else(tmp_path: Path, compacted: bool, mode: int) -> None:
+    tmp_path.chmod(mode)
     before = os.umask(0o022)
     try:
         folder = record(tmp_path / "telemetry" / "n1", 1000, values=working)
@@ -58,7 +60,7 @@ def test_the_group_may_read_and_nobody_else(tmp_path: Path, compacted: bool) -> 
     finally:
         os.umask(before)
     modes = {p.relative_to(tmp_path): stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
-    assert modes == {path: 0o750 if (tmp_path / path).is_dir() else 0o640 for path in modes}
+    assert modes == {path: mode if (tmp_path / path).is_dir() else 0o640 for path in modes}
     assert len(modes) > 5
 
 
