@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
 from clustertrain.errors import ConfigError, NotReadable
-from clustertrain.run import budget, events
+from clustertrain.run import budget, documents, events
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import Used
 from clustertrain.run.folder import RunDir
@@ -54,7 +53,7 @@ def recorded(recipe: Recipe) -> dict[str, Any]:
 
 def standing(run: RunDir, history: Sequence[Attempt], now: float | None) -> Standing | None:
     """``now`` (UTC epoch s) where the last attempt is running. None of a run whose record has no contract."""
-    record = (fsio.read_json(run.record) or {}).get("contract")
+    record = documents.peek(run.record).get("contract")
     if not isinstance(record, dict):
         return None
     contract = _limits(run, record)

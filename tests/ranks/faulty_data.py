@@ -39,13 +39,13 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
 
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:
     """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
-    from clustertrain.checkpoint.state import keeper
-    from clustertrain.train import optim
+    from clustertrain.checkpoint.state import keepers
+    from clustertrain.train.optimizers import catalogue
     from clustertrain.train.stability import update
 
-    original = optim.adamw
-    optim.adamw = lambda *args: {**original(*args), "fused": True, "foreach": None}
-    update.asks_the_device = lambda optimizer: bool(keeper(optimizer).state)
+    original = catalogue.options
+    catalogue.options = lambda *args, **kw: {**original(*args, **kw), "fused": True, "foreach": None}
+    update.asks_the_device = lambda optimizer: bool(keepers(optimizer)[0].optimizer.state)
     poison_gradients(rank, steps)
 
 

@@ -18,6 +18,8 @@ from clustertrain.run.folder import RunDir
 from tests.ranks import faulty_data
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
 
+pytestmark = pytest.mark.ranks
+
 SINGLE = Layout()
 DDP = Layout(strategy="ddp", dp_replicate=4)
 ZERO1 = Layout(strategy="zero1", dp_replicate=4)

@@ -22,6 +22,7 @@ from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue
 from clustertrain.train.optimizers.groups import groups_of_whole
+from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step import TrainStep
 from tests.unit.train.alone import ALONE
 
@@ -136,7 +137,7 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
     batch = default_collate([what.dataset[i] for i in range(micro_batch)])
     optimizer.register_step_pre_hook(mark_the_update)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as prof:
-        step([tuple(batch)], None, what.loss, 1.0)
+        step([tuple(batch)], None, what.loss, Clipping(norm=1.0))
     now = passes = peak = 0
     raw: Any = prof.profiler.kineto_results.events()
     for event in sorted((e for e in raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
