@@ -60,7 +60,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
     notes = [
         *of_values(seen, one_answer=one_answer),
         *of_labels(seen, classes, subject),
-        *_of_validation(what, seen, tell),
+        *_of_validation(what, seen),
     ]
     shifts, evidence_of_pairs = _of_pairs(subject, dataset, tell) if labelled else ([], {})
     notes += shifts
@@ -189,7 +189,7 @@ def of_labels(seen: Seen, classes: int | None, subject: Subject) -> list[Note]:
     return notes
 
 
-def _of_validation(what: Any, seen: Seen, tell: Tell) -> list[Note]:
+def _of_validation(what: Any, seen: Seen) -> list[Note]:
     """Whether what is kept apart is learned as well."""
     if what.validation is None:
         return []
