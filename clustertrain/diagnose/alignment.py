@@ -9,6 +9,7 @@ the labels have slipped.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,8 +75,7 @@ def agreement(features: torch.Tensor, labels: torch.Tensor) -> Agreement | None:
         if labels.is_floating_point():
             share, deviation = _correlation(ours, theirs)
         else:
-            counts = torch.bincount(ours - labels.min()).double() / len(ours)
-            chance = float(counts.square().sum())
+            chance = sum((n / len(ours)) ** 2 for n in Counter(ours.tolist()).values())
             if chance >= 1.0:
                 return None
             share = float((ours == theirs).double().mean())

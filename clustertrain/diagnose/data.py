@@ -55,8 +55,14 @@ def check(subject: Subject, tell: Tell) -> Finding:
         look_at(seen, number, dataset[number])
         tell(i + 1, len(numbers) + IN_A_ROW)
     classes = _classes(subject, dataset)
-    notes = [*of_values(seen), *of_labels(seen, classes, subject), *_of_validation(what, seen, tell)]
-    shifts, evidence_of_pairs = _of_pairs(subject, dataset, tell)
+    labelled = subject.recipe.objective_kind != "nt-xent"  # its targets only number the samples
+    one_answer = labelled and not subject.recipe.is_text  # the same words may go on in several ways
+    notes = [
+        *of_values(seen, one_answer=one_answer),
+        *of_labels(seen, classes, subject),
+        *_of_validation(what, seen),
+    ]
+    shifts, evidence_of_pairs = _of_pairs(subject, dataset, tell) if labelled else ([], {})
     notes += shifts
     verdict = worst(v for v, _, _ in notes)
     told = [n for n in notes if n[0] == verdict]
@@ -68,7 +74,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
         "duplicates": seen.duplicates,
         "not_finite": seen.not_finite,
         "classes": classes,
-        "labels": dict(sorted(_histogram(seen).items())),
+        "labels": dict(sorted(_histogram(seen).items())) if labelled else {},
         "shown": dict(shown),
         **evidence_of_pairs,
     }
@@ -141,7 +147,8 @@ def _classes(subject: Subject, dataset: Any) -> int | None:
         return classes_of(output_of(t, batch), batch[1])
 
 
-def of_values(seen: Seen) -> list[Note]:
+def of_values(seen: Seen, *, one_answer: bool = True) -> list[Note]:
+    """``one_answer``: inputs have one right target."""
     notes: list[Note] = []
     if seen.not_finite:
         text = f"{len(seen.not_finite)} samples are not finite, the first is number {seen.not_finite[0]}"
@@ -152,7 +159,7 @@ def of_values(seen: Seen) -> list[Note]:
         share = seen.duplicates / len(seen.numbers)
         notes.append(("warn", f"{share:.0%} of the samples are there before", "remove the duplicates"))
     torn = sum(1 for targets in seen.targets_of.values() if len(targets) > 1)
-    if torn:
+    if torn and one_answer:
         notes.append(("warn", f"{torn} inputs come with different targets", "no model can learn both: remove one"))
     return notes
 
@@ -182,7 +189,7 @@ def of_labels(seen: Seen, classes: int | None, subject: Subject) -> list[Note]:
     return notes
 
 
-def _of_validation(what: Any, seen: Seen, tell: Tell) -> list[Note]:
+def _of_validation(what: Any, seen: Seen) -> list[Note]:
     """Whether what is kept apart is learned as well."""
     if what.validation is None:
         return []

@@ -3,6 +3,10 @@
 Along a random direction of each parameter (and along its element of the largest gradient) the loss is taken a little
 before and behind: their difference is the gradient without autograd. Where one is wrong, each module is tried by
 itself, with the inputs that it got, from the inside out: the first that is wrong has the mistake.
+
+Initial values are often special ones: a weight of 0 behind a rectifier puts every unit on its kink, where there is no
+gradient to compare. So the parameters are moved a little first, and where the slopes ahead and behind differ, any value
+between them is right.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ GOOD, BUG = 1e-7, 1e-5  # of the relative error
 STEPS = (1e-4, 1e-5, 1e-6)  # of the difference, relative to the parameter: too long bends, too short rounds
 MOST_PARAMETERS = 20_000_000  # of a model that is tried as it is; in float64 and many times over
 MOST_TENSORS = 60
+MOVED = 0.02  # added to each element times a normal random number
+ROUNDED = 8  # times the rounding of one number: the loss is a sum of many
+KINK = 1e-3  # the relative difference of the slopes ahead and behind
 SMALLEST = 1e-4  # of the usual slope; a slope below it is lost in the rounding of the loss
 SAMPLES = 2
 SHOWN = 5
@@ -33,19 +40,23 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Slope:
-    """Of the loss along one direction."""
+    """Of the loss along one direction; ``rounding`` is what float64 leaves open of the numeric one."""
 
     name: str
     numeric: float
     analytic: float
+    rounding: float = 0.0
 
     def error(self, usual: float) -> float:
         largest = max(abs(self.numeric), abs(self.analytic), SMALLEST * usual)
-        return abs(self.numeric - self.analytic) / largest if largest > 0 else 0.0
+        off = abs(self.numeric - self.analytic)
+        if math.isnan(off):
+            return math.inf
+        return max(0.0, off - self.rounding) / largest if largest > 0 else 0.0
 
 
 def check(subject: Subject, tell: Tell) -> Finding:
-    subject = _small(subject.without_noise().changed(train={"precision": "fp32"}))
+    subject = _small(subject.without_noise())
     with subject.trainer() as t:
         size = sum(p.numel() for p in t.model.parameters())
         if size > MOST_PARAMETERS:
@@ -79,6 +90,7 @@ def _of(t: Trainer, subject: Subject, tell: Tell) -> Finding:
     count = max(SAMPLES, subject.in_groups)
     batch = _cast(batch_of(t, subject.recipe, count), torch.device("cpu"))
     model = t.model.to("cpu").double().train()
+    _move(model)
 
     def loss() -> torch.Tensor:
         torch.manual_seed(0)
@@ -97,11 +109,11 @@ def _of(t: Trainer, subject: Subject, tell: Tell) -> Finding:
         )
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
     every = max(1, -(-len(named) // MOST_TENSORS))
-    slopes = _slopes(named[::every], loss, first, tell)
-    usual = _usual(slopes)
+    slopes = slopes_of(named[::every], loss, first, tell)
+    usual = usual_of(slopes)
     errors = sorted(((s.error(usual), s.name) for s in slopes), reverse=True)
     worst = errors[0][0] if errors else 0.0
-    blamed = _first_wrong(model, batch, loss) if worst > BUG else None
+    blamed = first_wrong(model, batch, loss) if worst > BUG else None
     evidence: dict[str, Any] = {
         "worst_relative_error": worst,
         "good_below": GOOD,
@@ -135,6 +147,13 @@ def judged(worst: float, parameter: str, blamed: tuple[str, float] | None) -> tu
     return "pass", f"all are right, to a relative error of {worst:.1e}", ""
 
 
+@torch.no_grad()
+def _move(model: nn.Module) -> None:
+    random = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        p.add_(torch.randn(p.shape, generator=random, dtype=torch.float64), alpha=MOVED)
+
+
 def _cast(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, torch.float64) if batch.is_floating_point() else batch.to(device)
@@ -143,12 +162,12 @@ def _cast(batch: Any, device: torch.device) -> Any:
     return tuple(_cast(v, device) for v in batch) if isinstance(batch, (tuple, list)) else batch
 
 
-def _usual(slopes: Sequence[Slope]) -> float:
+def usual_of(slopes: Sequence[Slope]) -> float:
     sizes = sorted(abs(s.analytic) for s in slopes)
     return sizes[len(sizes) // 2] if sizes else 0.0
 
 
-def _slopes(
+def slopes_of(
     named: Sequence[tuple[str, torch.Tensor]], loss: Callable[[], torch.Tensor], first: torch.Tensor, tell: Tell
 ) -> list[Slope]:
     grads = torch.autograd.grad(first, [p for _, p in named], allow_unused=True)
@@ -157,21 +176,26 @@ def _slopes(
     for i, ((name, p), grad) in enumerate(zip(named, grads, strict=True)):
         g = torch.zeros_like(p) if grad is None else grad
         direction = torch.randn(p.shape, generator=random, dtype=torch.float64)
-        found.append(_slope(name, p, g, direction / direction.norm(), loss))
+        found.append(_slope(name, p, g, direction / direction.norm(), loss, float(first.detach())))
         if p.numel() > 1 and bool(g.any()):
             at = int(g.abs().argmax())
             alone = torch.zeros(p.numel(), dtype=torch.float64)
             alone[at] = 1.0
-            found.append(_slope(f"{name}[{at}]", p, g, alone.view(p.shape), loss))
+            found.append(_slope(f"{name}[{at}]", p, g, alone.view(p.shape), loss, float(first.detach())))
         tell(i + 1, len(named))
     return found
 
 
 @torch.no_grad()
 def _slope(
-    name: str, p: torch.Tensor, grad: torch.Tensor, direction: torch.Tensor, loss: Callable[[], torch.Tensor]
+    name: str,
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    direction: torch.Tensor,
+    loss: Callable[[], torch.Tensor],
+    here: float,
 ) -> Slope:
-    """At the step of the difference that agrees best."""
+    """At the step of the difference that agrees best; ``here`` is the loss without a step."""
     analytic, found = float((grad * direction).sum()), []
     size = max(1.0, float(p.norm()))
     for h in (s * size for s in STEPS):
@@ -180,13 +204,17 @@ def _slope(
         p.sub_(direction, alpha=2 * h)
         behind = float(loss())
         p.add_(direction, alpha=h)
-        found.append(Slope(name, (ahead - behind) / (2 * h), analytic))
+        rounding = ROUNDED * torch.finfo(torch.float64).eps * abs(here) / h
+        found.append(Slope(name, (ahead - behind) / (2 * h), analytic, rounding))
         if found[-1].error(0.0) < GOOD:
             break
+        sides = sorted(((ahead - here) / h, (here - behind) / h))
+        if sides[1] - sides[0] > KINK * max(map(abs, sides)) and sides[0] <= analytic <= sides[1]:
+            return Slope(name, analytic, analytic)
     return min(found, key=lambda s: s.error(0.0))
 
 
-def _first_wrong(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor]) -> tuple[str, float] | None:
+def first_wrong(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor]) -> tuple[str, float] | None:
     """The innermost module whose own gradients are wrong, with its error."""
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
@@ -201,7 +229,7 @@ def _first_wrong(model: nn.Module, batch: Any, loss: Callable[[], torch.Tensor])
             hook.remove()
     inside_out = sorted(model.named_modules(), key=lambda named: -(named[0].count(".") + bool(named[0])))
     for name, module in inside_out:
-        if module in calls and (error := _alone(module, *calls[module])) > BUG:
+        if module in calls and (error := error_alone(module, *calls[module])) > BUG:
             return f"{name or 'the model itself'} ({type(module).__name__})", error
     return None
 
@@ -214,7 +242,7 @@ def _detached(value: Any) -> Any:
     return tuple(_detached(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def error_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The relative error of one module's gradients, of its parameters and of its inputs; 0 where it has none."""
     weights: list[torch.Tensor] = []
 
@@ -233,5 +261,5 @@ def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     wanted += [(f"input {i}", t) for i, t in enumerate(inputs)]
     if not wanted or not first.requires_grad:
         return 0.0
-    slopes = _slopes(wanted, loss, first, lambda done, total: None)
-    return max((s.error(_usual(slopes)) for s in slopes), default=0.0)
+    slopes = slopes_of(wanted, loss, first, lambda done, total: None)
+    return max((s.error(usual_of(slopes)) for s in slopes), default=0.0)

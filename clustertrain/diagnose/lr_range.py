@@ -5,6 +5,7 @@ trainings at rates around the suggestion."""
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 from clustertrain.diagnose.names import Finding, Plot, Verdict
@@ -19,6 +20,8 @@ SAFE = 0.1  # of the rate at which the loss turns up
 AROUND = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)  # times the suggestion: rates of the short trainings
 SHORT = 40  # steps of each
 FALL = 0.02  # of the first loss: a fall by less is none
+STILL = 1e-5  # rates below it change no loss that could be seen: what it does there is noise
+RISE = 1.1  # times the first loss, of a short training
 HIGH, LOW = 10.0, 0.01  # optim.lr against the suggestion
 
 
@@ -27,7 +30,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
     total = STEPS + (len(AROUND) + 1) * SHORT
     rates, losses = _sweep(subject, lambda done: tell(done, total))
     smooth = smoothed(losses)
-    turn = turning_point(rates, smooth)
+    turn = turning_point(rates, losses)
     evidence: dict[str, Any] = {"lr": subject.recipe.optim.lr, "rates": rates, "losses": losses, "smoothed": smooth}
     marks = {"optim.lr": subject.recipe.optim.lr}
     rows, short = [], {}
@@ -100,13 +103,22 @@ def lost(smooth: list[float]) -> bool:
     return smooth[-1] > max(TOO_HIGH * smooth[0], least + TOO_HIGH * (smooth[0] - least)) and len(smooth) > 10
 
 
-def turning_point(rates: list[float], smooth: list[float]) -> float | None:
-    """The rate at which the loss is lowest, after which it rises; None where it never falls. The highest rate where it
-    never rises."""
-    if not smooth:
+def noise(rates: list[float], losses: list[float]) -> float:
+    """The standard deviation of the loss from batch to batch."""
+    still = [loss for rate, loss in zip(rates, losses, strict=True) if rate < STILL]
+    return statistics.pstdev(still) if len(still) > 1 else 0.0
+
+
+def turning_point(rates: list[float], losses: list[float]) -> float | None:
+    """The rate at which the smoothed loss is lowest, after which it rises; None where it never falls by more than the
+    noise. The highest rate where it never rises."""
+    if not losses:
         return None
+    smooth = smoothed(losses)
+    first = statistics.fmean(losses[: max(1, sum(rate < STILL for rate in rates))])
     least = min(range(len(smooth)), key=smooth.__getitem__)
-    if smooth[0] - smooth[least] < FALL * abs(smooth[0]):
+    # The lowest of some hundred smoothed values lies one standard deviation of the raw ones below by chance.
+    if first - smooth[least] < max(FALL * abs(first), noise(rates, losses)):
         return None
     return rates[least]
 
@@ -115,16 +127,24 @@ def judged(
     lr: float, turn: float | None, smooth: list[float], short: dict[float, tuple[float, float]]
 ) -> tuple[Verdict, str, str]:
     """(verdict, text, fix) of the recipe's rate."""
+    if not smooth:
+        return "fail", "the loss is not finite at the lowest rate", "see `clustertrain diagnose init-loss` and `data`"
+    if turn is None and max(smooth) - min(smooth) < FALL * abs(smooth[0]):
+        text = "the loss is the same at all rates"
+        return "fail", text, "the optimizer does not reach the model: see `clustertrain diagnose modes` and `overfit`"
     if turn is None:
-        text = "the loss falls at no rate" if smooth else "the loss is not finite at the lowest rate"
-        return "fail", text, "see `clustertrain diagnose overfit` and `gradients`: the rate is not what is wrong"
+        text = f"in {len(smooth)} steps the loss falls at no rate by more than it differs from batch to batch"
+        fix = (
+            "a larger train.micro_batch shows more; where `clustertrain diagnose overfit` fails too, it is not the rate"
+        )
+        return "warn", text, fix
     suggestion = SAFE * turn
     fix = f"set optim.lr = {suggestion:.1g}"
     begun, ended = short.get(lr, (math.inf, 0.0))
     said = f"optim.lr = {lr:.3g}, the suggestion is {suggestion:.2g}"
     if lr > HIGH * suggestion:
         return "fail", f"{said}: it is {lr / suggestion:.0f} times too high", fix
-    if ended > begun:
+    if ended > RISE * begun:
         return "warn", f"{said}; in a short training without warmup the loss rises from {begun:.3g} to {ended:.3g}", fix
     if lr < LOW * suggestion:
         return "warn", f"{said}: it is {suggestion / lr:.0f} times lower", f"{fix}, unless it is for fine-tuning"

@@ -13,7 +13,7 @@ from clustertrain.spec.strict import nearest
 Verdict = Literal["pass", "warn", "fail", "skipped"]
 _BY_WEIGHT: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")
 ALL = "all"
-# In this order they run: what is quick and would spoil the others comes first.
+# In this order they run.
 CHECKS: Mapping[str, str] = {
     "init-loss": "The loss before any training against its expected value.",
     "overfit": "Whether eight samples can be learned by heart.",

@@ -65,6 +65,8 @@ class Bar:
         self._shown: tuple[Progress, TaskID] | None = None
 
     def __enter__(self) -> Bar:
+        if sys.stderr.isatty():
+            self._shown = self._start()  # torch may take a while to come over a network file system
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:

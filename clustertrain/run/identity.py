@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
+from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
@@ -39,11 +39,7 @@ def recipe_hash(run: RunDir) -> str:
     Raises:
         ConfigError, NotReadable: the run's spec does not read.
     """
-    try:
-        record = fsio.read_json(run.record)
-    except (OSError, ValueError):
-        record = None
-    found = record.get("recipe_hash") if isinstance(record, dict) else None
+    found = documents.peek(run.record).get("recipe_hash")
     return found if isinstance(found, str) and found else hash_of(load_spec(run))
 
 

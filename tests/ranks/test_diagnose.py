@@ -105,6 +105,21 @@ class RaisesInForward(Perceptron):
     def forward(self, points):
         raise ValueError("no such shape")
 
+class Remembers(Perceptron):
+    calls = 0
+
+    def forward(self, points):
+        self.calls += 1  # in no checkpoint
+        return super().forward(points) * (1 + self.calls / 100)
+
+class Noisy(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+    def forward(self, points):
+        return super().forward(torch.nn.functional.dropout(points, 0.5))
+
 class Exits(Perceptron):
     def __init__(self):
         import os
@@ -130,6 +145,20 @@ def test_a_model_that_raises_is_told_in_a_line(own: Path, name: str, code: int, 
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code and words in said and "Traceback" not in said
     assert nothing_left(own)
+
+
+def test_what_is_in_no_checkpoint_shows_in_a_resume(own: Path) -> None:
+    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Remembers"))
+    [found] = document(own, "resume", "recipe.toml")["checks"]
+    assert found["verdict"] == "fail" and "loss of step 4" in found["text"]
+    assert found["evidence"]["repeats_without_interruption"] is True
+
+
+def test_noise_in_evaluation_and_parameters_that_nobody_uses(own: Path) -> None:
+    (own / "recipe.toml").write_text(ENTRY.format(module="own_parts", name="Noisy"))
+    [found] = document(own, "modes", "recipe.toml")["checks"]
+    assert found["verdict"] == "fail" and "different outputs" in found["text"]
+    assert found["evidence"]["unused"] == ["spare.weight", "spare.bias"]
 
 
 def test_data_that_is_empty_is_told_before_any_check(own: Path) -> None:

@@ -66,7 +66,9 @@ def _on_real_disk(folder: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["submit", "--help"], ["status", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["submit", "--help"], ["status", "--help"], ["diagnose"]], ids=" ".join
+)
 def test_help_imports_nothing_heavy(tmp_path: Path, argv: list[str]) -> None:
     heavy = {"torch", "numpy", "rich", "submitit", "jinja2", "pynvml", "psutil", "asyncio"}
     assert not heavy & _modules(tmp_path, *argv)

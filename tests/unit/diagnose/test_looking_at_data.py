@@ -37,6 +37,7 @@ def test_duplicates_and_inputs_with_two_targets() -> None:
     x = torch.arange(3.0)
     notes = of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)))
     assert [n[0] for n in notes] == ["warn", "warn"] and "different targets" in notes[1][1]
+    assert [n[0] for n in of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), one_answer=False)] == ["warn"]
     [(verdict, text, _)] = of_values(seen((x, 0), (x, 0)))
     assert verdict == "fail" and "same inputs" in text
     assert of_values(seen((x, 0), (x + 1, 0))) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -74,6 +75,10 @@ def test_the_rate_at_which_the_loss_turns_up() -> None:
     turn = lr_range.turning_point(rates, losses)
     assert turn is not None and 0.08 < turn < 0.12
     assert lr_range.turning_point(rates, [3.0] * 100) is None and lr_range.turning_point([], []) is None
+    draw = random.Random(1)
+    noisy = [draw.gauss(3.0, 0.3) for _ in range(100)]
+    assert lr_range.turning_point(rates, noisy) is None
+    assert lr_range.judged(0.05, None, lr_range.smoothed(noisy), {})[0] == "warn"
 
 
 @pytest.mark.parametrize(("lr", "verdict"), [(0.01, "pass"), (0.09, "pass"), (0.5, "fail"), (5e-5, "warn")])
@@ -85,7 +90,7 @@ def test_the_rate_of_the_recipe_against_the_suggestion(lr: float, verdict: Verdi
 def test_a_rate_that_no_sweep_shows_wrong_and_that_does_not_learn() -> None:
     _, losses = curve()
     assert lr_range.judged(0.05, 0.1, losses, {0.05: (3.0, math.inf)})[0] == "warn"
-    assert lr_range.judged(0.05, None, losses, {})[0] == "fail"
+    assert lr_range.judged(0.05, None, [3.0] * 100, {})[0] == "fail"
     assert "lowest rate" in lr_range.judged(0.05, None, [], {})[1]
 
 
