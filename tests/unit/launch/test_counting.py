@@ -36,7 +36,8 @@ def asked(folder: Path, count: Count = "yes", **job: int) -> Prepared:
 
 COUNT = (
     '{"counted": {"parameters": 4, "parameter_bytes": 16, "trainable": 4, "trainable_bytes": 16, '
-    '"state_bytes": 32, "buffers": 0, "buffer_bytes": 0, "dtypes": {"float32": 4}, "largest": {"name": "a", "parameters": 4}}}'
+    '"state_bytes": 32, "buffers": 0, "buffer_bytes": 0, "dtypes": {"float32": 4}, '
+    '"largest": {"name": "a", "parameters": 4}}}'
 )
 
 
