@@ -53,6 +53,16 @@ def test_every_key_of_alerts_is_documented_with_its_default() -> None:
         assert f"| `{field.name}` | `{shown}` |" in text, field.name
 
 
+def test_the_tests_that_the_training_practice_names_are_there() -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    named = re.findall(r"`((?:unit|ranks|slurm)/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 60
+    for file, test in named:
+        path = ROOT / "tests" / file
+        assert path.is_file(), file
+        assert not test or f"def {test}(" in path.read_text(), f"{file}::{test}"
+
+
 def test_every_key_of_data_is_documented() -> None:
     text = (ROOT / "docs" / "data.md").read_text()
     keys = {f.name for kind in (DataSpec, AugmentSpec) for f in msgspec.structs.fields(kind)}
