@@ -94,6 +94,27 @@ def start(
             out.close()
 
 
+def start_telling(argv: Sequence[str], *, env: Mapping[str, str], said: Path) -> subprocess.Popen[bytes]:
+    """Start a child that is listened to: its standard output is a pipe to read, what else it says goes to ``said``. In
+    a session of its own, so that Ctrl-C in the terminal is for its parent to hand on.
+
+    Raises:
+        CommandFailed: it cannot be started.
+    """
+    with said.open("wb") as log:
+        try:
+            return subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as e:
+            raise CommandFailed(f"{argv[0]}: {e.strerror or e}", fix="install it, or name another one") from e
+
+
 def tell(argv: Sequence[str], data: bytes, *, timeout_s: float, given_up: Callable[[], bool]) -> None:
     """Run a command with ``data`` on its standard input, in a session of its own. It and what it started are killed
     when ``timeout_s`` is over, or as soon as ``given_up()`` says so, which then is no error.

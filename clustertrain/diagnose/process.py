@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 from clustertrain import proc
 from clustertrain.agent import scratch
 from clustertrain.diagnose.names import Finding, Verdict, overall
-from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, UsageError
+from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from clustertrain.launch.submit import check_data
 from clustertrain.plan.layout import Batch, Layout
@@ -131,13 +130,10 @@ def _lines(argv: Sequence[str], env: Mapping[str, str], said: Path) -> Iterator[
     Raises:
         ClusterTrainError: it cannot be started, or ends without having told that it is done.
     """
-    with said.open("wb") as log:
-        try:
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, start_new_session=True
-            )
-        except OSError as e:
-            raise ConfigError(f"{argv[0]}: {e.strerror or e}", fix="name the job's Python in the profile") from e
+    try:
+        child = proc.start_telling(argv, env=env, said=said)
+    except CommandFailed as e:
+        raise ConfigError(e.message, fix="name the job's Python in the profile") from e
     assert child.stdout is not None
     done = False
     try:
