@@ -128,8 +128,9 @@ def test_training_does_not_notice_an_evaluation(tmp_path: Path) -> None:
     layout = Layout(strategy="fsdp", dp_shard=4)
     looks = {"model": {"dropout": 0.1}, "global_batch": 16}
     without, each = (tmp_path / name for name in ("without", "each"))
-    plain = run_of(without, layout, **looks)
-    Ranks(plain, 4, setup=one_thread).expect(0)
+    plain = run_of(without, layout, {**EVALUATE, "evaluation": {"every": 1000}}, **looks)
+    Ranks(plain, 4, setup=validated).expect(0)
+    assert set(evaluated(plain)) == {4}  # at the end alone
     looked = run_of(each, layout, {**EVALUATE, "evaluation": {"every": 1}}, **looks)
     ranks = Ranks(looked, 4, setup=validated).expect(0)
     assert set(evaluated(looked)) == {1, 2, 3, 4}

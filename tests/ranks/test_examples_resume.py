@@ -22,8 +22,8 @@ pytestmark = pytest.mark.ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, EVERY, EVALUATE = 12, 3, 4
-# Of the clock, or of how long something took: never the same twice.
-OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$")
+# Of the clock, of how long something took, or a total of the attempt.
+OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$|^sum_")
 SCRIPTS = {
     "text_script.py": ("--steps", "32", "--checkpoint-every", "3"),  # its warmup alone takes 20
     "digits_script.py": ("--steps", "12", "--checkpoint-every", "3"),

@@ -336,10 +336,10 @@ def more_state_on(rank: int) -> None:
 
     original = Session.steps
 
-    def steps(self: Session, total: int, state: dict[str, Any], **more: Any) -> Iterator[int]:
+    def steps(self: Session, total: int, state: dict[str, Any], *more: Any) -> Iterator[int]:
         if self.rank == rank:
             state["news"] = torch.zeros(3)
-        return original(self, total, state, **more)
+        return original(self, total, state, *more)
 
     Session.steps = steps  # type: ignore[method-assign]
 
