@@ -111,6 +111,8 @@ def _quiet(prepared: Prepared) -> Prepared:
         contract=ContractSpec(),
         evaluation=msgspec.structs.replace(old.evaluation, samples=prepared.plan.batch.micro_batch, patience=0),
         tracking=TrackingSpec(),
+        # What is thawed later is looked at as it will be then.
+        optim=msgspec.structs.replace(old.optim, unfreeze=()),
         rehearsal=RehearsalSpec(),
         checkpoint=CheckpointSpec(engine=old.checkpoint.engine, background=old.checkpoint.background),
         train=msgspec.structs.replace(old.train, profile=""),

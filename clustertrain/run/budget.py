@@ -74,7 +74,7 @@ def _end_of(run: RunDir, attempt: Attempt) -> float:
     if attempt.end is not None:
         return attempt.end
     log = events.of_attempt(run.attempt(attempt.n))
-    row = metrics.last_row(run.metrics_of(attempt.n)) or {}
+    row = metrics.newest_row(run, attempt.n) or {}
     return max([float(e["t"]) for e in log[-1:]] + [float(row.get("t") or 0.0)], default=0.0)
 
 

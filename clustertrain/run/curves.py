@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -57,8 +58,7 @@ class Steps(msgspec.Struct, frozen=True):
 def names(run: RunDir) -> list[str]:
     """Of the scalars in the first and last rows of each attempt, in the order of their first appearance."""
     found: dict[str, None] = {}
-    for attempt in run.attempts():
-        path = run.metrics_of(attempt.n)
+    for path in (path for attempt in run.attempts() for path in run.metrics_files(attempt.n)):
         for row in (*rows.first(path), *rows.last(path, rows.WINDOW)):
             found.update(dict.fromkeys(k for k, v in row.items() if _is_number(v) and not k.startswith("sum_")))
     return [name for name in found if name not in ("step", "t")]
@@ -74,29 +74,31 @@ def read(run: RunDir, wanted: Sequence[str]) -> Steps:
     history = {a.n: a for a in attempts.read_all(run)}
     keys = list(dict.fromkeys(["step", "t", "sum_tokens", *wanted]))
     kept: dict[int, tuple[float, float, tuple[float, ...]]] = {}  # by step: tokens of it, hours, values
-    before_s = 0.0
+    before_s, counted = 0.0, False
     for attempt in run.attempts():
-        found = rows.columns(run.metrics_of(attempt.n), keys)
-        seen = history[attempt.n]
-        whole = [int(s) for s in found["step"] if math.isfinite(s)]
-        start = seen.start if seen.start is not None else next((t for t in found["t"] if math.isfinite(t)), None)
-        if whole and start is not None:
+        seen, sum_before = history[attempt.n], 0.0
+        start, times = seen.start, []
+        for path in run.metrics_files(attempt.n):  # a further one for each time that the attempt went back
+            found = rows.columns(path, keys)
+            whole = [int(s) for s in found["step"] if math.isfinite(s)]
+            times += list(found["t"])
+            start = start if start is not None else next((t for t in times if math.isfinite(t)), None)
+            if not whole or start is None:
+                continue
             kept = {s: v for s, v in kept.items() if s < whole[0]}
-            sum_before = 0.0
             for i, s in enumerate(found["step"]):
                 if not math.isfinite(s):
                     continue
-                total = found["sum_tokens"][i]
+                # The running total goes on in the attempt; a row that has none counts nothing.
+                total = found["sum_tokens"][i] if math.isfinite(found["sum_tokens"][i]) else sum_before
                 hours = (before_s + max(0.0, found["t"][i] - start)) / 3600
                 kept[int(s)] = (total - sum_before, hours, tuple(found[name][i] for name in wanted))
-                sum_before = total if math.isfinite(total) else sum_before
+                sum_before = total
+            counted = counted or any(math.isfinite(t) for t in found["sum_tokens"])
         if start is not None:
-            before_s += max(0.0, _end(seen, list(found["t"])) - start)
+            before_s += max(0.0, _end(seen, times) - start)
     order = sorted(kept)
-    tokens, cumulated = 0.0, []
-    for s in order:
-        tokens += kept[s][0]
-        cumulated.append(tokens)
+    cumulated = list(itertools.accumulate(kept[s][0] for s in order)) if counted else [math.nan] * len(order)
     columns = {name: [kept[s][2][i] for s in order] for i, name in enumerate(wanted)}
     return Steps(order, columns, cumulated, [kept[s][1] for s in order])
 
@@ -115,7 +117,7 @@ def hours_with_nodes(run: RunDir, *, running: bool) -> float:
         if a.start is None:
             continue
         later = next((b.start for b in history[i + 1 :] if b.start is not None), None)
-        last = (metrics.last_row(run.metrics_of(a.n)) or {}).get("t")
+        last = (metrics.newest_row(run, a.n) or {}).get("t")
         end = a.end or (clock.now() if running and later is None else last) or later or a.start
         found += max(0.0, end - a.start)
     return found / 3600

@@ -75,14 +75,16 @@ def sample(path: Path, skip: int = 0) -> list[Row]:
 
 def columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
     """All rows as one array of doubles a key; nan where a row has none or it is no number."""
-    shape = msgspec.defstruct("_Row", [(key, Any, None) for key in keys], gc=False)
+    # The names of slices and layers ("validation_accuracy/night", "grad_norm/layers.0") are no names of attributes.
+    fields = {f"field_{i}": key for i, key in enumerate(keys)}
+    shape = msgspec.defstruct("_Row", [(field, Any, None) for field in fields], rename=fields, gc=False)
     decoder = msgspec.json.Decoder(shape)
     found = {key: array("d") for key in keys}
     with _opened(path) as f:
         for lines in _chunks(f):
             rows = _decoded(decoder, lines)
-            for key in keys:
-                found[key].extend([_number(getattr(row, key)) for row in rows])
+            for field, key in fields.items():
+                found[key].extend([_number(getattr(row, field)) for row in rows])
     return found
 
 

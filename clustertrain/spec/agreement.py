@@ -37,9 +37,11 @@ def usual_metrics(objective: ObjectiveKind, *, text: bool) -> tuple[MetricName, 
 def check(recipe: Recipe) -> None:
     """Raises ValueError, naming the keys of both tables."""
     _data(recipe)
+    _objective(recipe)
     _schedule(recipe)
     _evaluation(recipe)
     _contract(recipe)
+    _roll_back(recipe)
     _best(recipe)
 
 
@@ -66,6 +68,18 @@ def _data(recipe: Recipe) -> None:
         raise ValueError(f"data.augment.mixup mixes classes: objective.kind = {recipe.objective_kind!r} has none")
     if recipe.objective.label_smoothing and recipe.objective_kind != "cross-entropy":
         raise ValueError(f"objective.label_smoothing: objective.kind = {recipe.objective_kind!r} has no classes")
+
+
+def _objective(recipe: Recipe) -> None:
+    """A module of one's own may give what it likes; the built-in ones give logits of classes, or similarities."""
+    if recipe.model.entry:
+        return
+    right = "nt-xent" if recipe.model.kind == "two-tower" else "cross-entropy"
+    if recipe.data_kind != "own" and recipe.objective_kind != right:
+        raise ValueError(
+            f"objective.kind = {recipe.objective_kind!r}: a {recipe.model.kind} on {recipe.data_kind} is trained by "
+            + right
+        )
 
 
 def _schedule(recipe: Recipe) -> None:
@@ -108,14 +122,16 @@ def _contract(recipe: Recipe) -> None:
     contract, validates = recipe.contract, recipe.data.validates
     if contract.slices and not validates:
         raise ValueError("contract.slices are of the validation data: set data.validation or data.validation_path")
+    known = [f"{PREFIX}loss", *(f"{PREFIX}{m}" for m in recipe.evaluated_metrics)]
     if not contract.metric.startswith(PREFIX):
+        if f"{PREFIX}{contract.metric.partition(SLICE)[0]}" in known[1:]:
+            raise ValueError(f"contract.metric = {contract.metric!r}: did you mean {PREFIX}{contract.metric}?")
         return
     if not validates:
         raise ValueError(
             f"contract.metric = {contract.metric!r} is one of the validation data: set data.validation or "
             "data.validation_path"
         )
-    known = [f"{PREFIX}loss", *(f"{PREFIX}{m}" for m in recipe.evaluated_metrics)]
     if contract.metric.partition(SLICE)[0] not in known:
         raise ValueError(
             f"contract.metric = {contract.metric!r} is none that the evaluation gives: "
@@ -137,4 +153,22 @@ def _best(recipe: Recipe) -> None:
         raise ValueError(
             f"contract.mode = {contract.mode!r} and checkpoint.best_mode = {checkpoint.best_mode!r} say the opposite "
             f"of {recipe.deciding_metric}: leave out checkpoint.best_mode"
+        )
+
+
+def _roll_back(recipe: Recipe) -> None:
+    """Saves go on while steps are skipped: one from before the first of them must still be there."""
+    stability, checkpoint = recipe.stability, recipe.checkpoint
+    if not stability.rolls_back or not isinstance(checkpoint.every, int):
+        return
+    if checkpoint.every >= recipe.train.steps:
+        raise ValueError(
+            f"stability rolls back, and checkpoint.every = {checkpoint.every} is not less than train.steps = "
+            f"{recipe.train.steps}: there would be nothing to go back to"
+        )
+    reach = stability.roll_back_margin + (stability.max_skipped if stability.then == "roll-back" else 1)
+    if checkpoint.keep * checkpoint.every <= reach:
+        raise ValueError(
+            f"stability goes back by up to {reach} steps, and checkpoint.keep = {checkpoint.keep} with every = "
+            f"{checkpoint.every} keeps none as old as that: keep more of them"
         )

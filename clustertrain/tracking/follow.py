@@ -15,7 +15,7 @@ MOST = 1000  # rows at a time: so many are repeated at most, where a process is 
 
 
 class Follower:
-    """Rows of all attempts in their order, with ``attempt`` in each.
+    """Rows of all attempts, and of all stretches of one that went back, in their order, with ``attempt`` in each.
 
     Steps only rise: a step that a later attempt ran again is not given twice. Where the later attempt's rows are there
     already, the step counts as that one ran it, as in :func:`clustertrain.run.metrics.read`.
@@ -27,34 +27,26 @@ class Follower:
     def __init__(self, run: RunDir, after: int = -1) -> None:
         self._run = run
         self.last = after
-        self._attempt = 0
-        self._at = 0  # byte of the attempt's file up to which it is read
+        self._file: tuple[int, Path] | None = None  # of which attempt, and which of its files
+        self._at = 0  # byte of that file up to which it is read
 
     def read(self, most: int = MOST) -> list[Row]:
         """The next rows; empty where nothing new has been written."""
         found: list[Row] = []
-        numbers = [a.n for a in self._run.attempts()]
-        while numbers and len(found) < most:
-            if self._attempt == 0:
-                self._begin(numbers[0])
-            later = [n for n in numbers if n > self._attempt]
+        files = [(a.n, path) for a in self._run.attempts() for path in self._run.metrics_files(a.n)]
+        while files and len(found) < most:
+            if self._file is None:
+                self._file = files[0]
+            later = files[files.index(self._file) + 1 :]
             before = self._at
-            found += self._more(self._run.metrics_of(self._attempt), self._cut(later), most - len(found))
+            found += self._more(*self._file, _cut(later), most - len(found))
             if self._at == before:
                 if not later:
                     break
-                self._begin(later[0])
+                self._file, self._at = later[0], 0
         return found
 
-    def _begin(self, attempt: int) -> None:
-        self._attempt, self._at = attempt, 0
-
-    def _cut(self, later: list[int]) -> int | None:
-        """The first step that a later attempt ran anew, as far as it is on record."""
-        firsts = [row[0]["step"] for n in later if (row := rows.first(self._run.metrics_of(n), rows.WINDOW))]
-        return min(firsts, default=None)
-
-    def _more(self, path: Path, cut: int | None, most: int) -> list[Row]:
+    def _more(self, attempt: int, path: Path, cut: int | None, most: int) -> list[Row]:
         """Of one chunk of whole lines; half a line, which is still being written, waits."""
         try:
             with path.open("rb") as f:
@@ -72,8 +64,14 @@ class Follower:
             row = _row(line)
             if row is not None and row["step"] > self.last and (cut is None or row["step"] < cut):
                 self.last = row["step"]
-                found.append({**row, "attempt": self._attempt})
+                found.append({**row, "attempt": attempt})
         return found
+
+
+def _cut(later: list[tuple[int, Path]]) -> int | None:
+    """The first step that was run anew later, as far as it is on record."""
+    firsts = [row[0]["step"] for _, path in later if (row := rows.first(path, rows.WINDOW))]
+    return min(firsts, default=None)
 
 
 def _row(line: bytes) -> Row | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from clustertrain.plan.layout import Batch
+from clustertrain.spec.evaluation import PREFIX
 from clustertrain.spec.recipe import Recipe
 from clustertrain.train import data_told
 from clustertrain.train.data import Loader
@@ -66,9 +67,9 @@ def train(recipe: Recipe, batch: Batch) -> None:
     with session() as s:
         t = trainer(s, recipe, batch)
         s.tokens_per_step = batch.global_batch * recipe.tokens_per_sample
-        rate = LearningRate(
-            recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=recipe.higher_is_better
-        )
+        # What is observed is a validation metric, whatever the run is judged by.
+        rising = recipe.higher_is_better and recipe.deciding_metric.startswith(PREFIX)
+        rate = LearningRate(recipe.schedule, peak=recipe.optim.lr, total=total, higher_is_better=rising)
         evaluations = of_recipe(s, t.task, recipe, then=rate.observe)
         state = {"model": t.model, "optimizer": t.optimizer, "data": t.data, "schedule": rate}
         for step in s.steps(total, state, recipe.checkpoint.every, recipe.checkpoint.keep, evaluations):

@@ -106,9 +106,10 @@ class Profiler:
         self._write(step, timed)
 
     def close(self) -> None:
-        """Of a run that ends inside the window: what was traced is written all the same."""
-        global _clock  # noqa: PLW0603
-        _clock = None
+        """Of a run that ends, or goes back, inside the window: what was traced is written all the same. No other
+        window follows."""
+        global _clock
+        _clock, self._steps = None, range(0)
         if self._trace is not None:
             self._end_of_trace()
             self._write(None, None)

@@ -86,7 +86,7 @@ class Recorder:
         if self.watch is not None:
             self.watch.stepped(done)
         lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
-        self._own = {"lr": lr / scale}
+        self._own = {"lr": lr / scale, **({"overflow": 1} if done.overflow else {})}
 
     def begin(self, step: int) -> None:
         """``step``: how many are done."""

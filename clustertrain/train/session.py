@@ -190,7 +190,8 @@ class Session:
             # Without taking the groups down after a failure: that may wait for peers which are gone.
             with suppress(RuntimeError):  # a device in error would hide the first exception behind a second
                 self._metrics.close(wait=False)
-            self._profiler.close()
+            with suppress(Exception):  # whatever a profile fails of must not hide how the run ended
+                self._profiler.close()
             self._keeping.close()
             ending, skipped = self._result.ending, self._recorder.skipped
             self._event("session_ended", step=self.step, ending=ending, t_begin=t_begin, skipped_steps=skipped)
@@ -484,6 +485,7 @@ class Session:
         slices: Sequence[str] = (),
         group: int = 1,
         ignore_index: int = -100,
+        limits: Limits | None = None,
         model: nn.Module | None = None,
     ) -> dict[str, float]:
         """``validation_loss`` and other means over ``data``, equal on all ranks and under every layout; nothing is
@@ -499,6 +501,7 @@ class Session:
             slices: those of the data set to tell apart; default: all that it names.
             group: neighbouring samples that are compared with each other, by a contrastive loss say.
             ignore_index: targets that the metrics leave out.
+            limits: what the model takes: a sample that is not so is named.
             model: default: what :meth:`parallelize` returned.
 
         Raises:
@@ -510,7 +513,7 @@ class Session:
             raise UsageError("session.evaluate: call session.parallelize(model) first, or give model=...")
         chosen = named(metrics)
         known = slices_of(data, slices, group)
-        cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group)
+        cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group, limits)
         portions = cut_up(data, cut, self._context, self.seed, self._agreement.any)
         measure = Evaluator(model, self._context, self._groups, self.poll)
         with self.evaluation():
@@ -594,41 +597,44 @@ class Session:
             first = self.step = self._keeping.restore(state, self.seed)
         again = evaluations is not None and self._make_up(evaluations, total)
         while True:
-            total = self._end(evaluations, total)
-            unfinished = evaluations is not None and evaluations.is_due(self.step, total)
-            stop = (self.step < total or unfinished) and self.poll()
-            stop = stop or (self.step < total and self._spent())
+            end = self._end(evaluations, total)
+            unfinished = evaluations is not None and evaluations.is_due(self.step, end)
+            stop = (self.step < end or unfinished) and self.poll()
+            stop = stop or (self.step < end and self._spent())
             asked = self.step > first and self._agreement.taken("save")
             best = evaluations is not None and evaluations.is_best(self.step)
             due = asked or best or self._keeping.due(self.step)
-            late = (stop or self.step == total) and self._keeping.is_late(self._agreement) and stop
+            late = (stop or self.step == end) and self._keeping.is_late(self._agreement) and stop
             settle = not stop and self._agreement.taken("settle")
-            everything = stop or due or self.step == total
+            everything = stop or due or self.step == end
             if watch is not None and (back := watch.look(self.step, everything=everything)) is not None:
-                first = self._go_back(state, *back)
+                first, again = self._go_back(state, *back), False
                 continue
             if stop:
                 self._event("stop_agreed", step=self.step, save=not late)
-            elif self.step == first + 1 < total:
+            elif self.step == first + 1 < end:
                 self._keeping.reserve(state)
             new = self.step > first or again
-            save = self._keeping.kept and new and not late and (stop or due or self.step == total)
+            save = self._keeping.kept and new and not late and (stop or due or self.step == end)
             reason: Reason | None = None
             if save:
-                reason = "stop" if stop else "end" if self.step == total else "interval"
+                reason = "stop" if stop else "end" if self.step == end else "interval"
             if reason is not None or settle or stop:
                 with self._marks.during(beat.CHECKPOINT):
                     stop = self._checkpoint(state, reason, settle=settle, stop=stop)
             if stop:
                 self._leave(resumable=self._keeping.kept)
-            if self.step >= total:
+            if self.step >= end:
                 self._finished = True
                 self._marks.enter(beat.SHUTDOWN)
                 return
-            yield from self._one_step(first, total, evaluations)
+            yield from self._one_step(first, end, evaluations)
 
     def _spent(self) -> bool:
-        """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning."""
+        """Whether all ranks have heard that the run's budget is spent. They then stop as on a warning; where they go
+        back at that very step, right after it."""
+        if self._result.spent:
+            return True
         if not self._agreement.taken("budget"):
             return False
         self._agreement.drain()
@@ -666,6 +672,10 @@ class Session:
             self.step = self._keeping.go_back(state, self.seed, back, wanted)
         self._result.step = self.step
         self._recorder.went_back()
+        self._profiler.close()
+        self._evaluated = {}
+        if not self._result.spent:
+            self._result.why = None  # of evaluations that are no more
         return self.step
 
     def _checkpoint(self, state: dict[str, Any], reason: Reason | None, *, settle: bool, stop: bool) -> bool:

@@ -109,7 +109,8 @@ class TrainStep:
         is told of what ``parallel.compile`` has brought; None: nobody wants to know. ``frozen`` says before each update
         what it leaves alone."""
         self._decides = decides
-        self._event = event if context.parallel.compile else None
+        # Stages wait for each other inside the passes: one whose compiler fails would leave the others waiting.
+        self._event = event if context.parallel.compile and context.layout.pp == 1 else None
         self._model = model
         self.optimizer = optimizer
         self._context = context

@@ -118,7 +118,7 @@ class Reader:
         return next((int(p.name) for p in links if p.resolve().name == run.id), -1)
 
     def _of(self, run: RunDir, metric: str, higher: bool) -> tuple[Value | None, Value | None]:
-        files = [run.metrics_of(a.n) for a in run.attempts()]
+        files = [path for a in run.attempts() for path in run.metrics_files(a.n)]
         sizes = tuple(path.stat().st_size if path.exists() else 0 for path in files)
         known = self._values.get(run.id)
         if known is None or known[0] != sizes:

@@ -41,4 +41,5 @@ def of_recipe(
         workers=recipe.data.workers,
         group=recipe.model.two_tower.group if recipe.model.kind == "two-tower" else 1,
         ignore_index=recipe.objective.ignore_index,
+        limits=task.limits,
     )

@@ -13,6 +13,7 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import MapStyle, read_ahead, settled
 from clustertrain.train.reading import Key, Reader
+from clustertrain.train.samples import Check, Limits
 from clustertrain.train.seeds import derive
 from clustertrain.train.transfer import ToDevice
 
@@ -44,12 +45,14 @@ class OnePass:
         samples: int = 0,
         group: int = 1,
         full: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         """
         Args:
             samples: at most so many, from the first on; 0: all.
             group: neighbouring samples that only mean something together; what is left over at the end is left out.
             full: fill up smaller micro-batches with samples that do not count.
+            limits: what the model takes.
 
         Raises:
             ConfigError: there is nothing to evaluate on.
@@ -69,7 +72,7 @@ class OnePass:
         self._rank, self._ranks = rank, ranks
         self._full = full
         # By index, so that what is random in a data set is the same in each evaluation, on any rank and in any worker.
-        self._reader = Reader(dataset, derive(seed, "evaluation"))
+        self._reader = Reader(dataset, derive(seed, "evaluation"), Check(limits or Limits()))
         self._workers = workers
         self._seed = seed
         self._device = device
@@ -146,6 +149,7 @@ class Cut:
     samples: int = 0
     workers: int = 0
     group: int = 1
+    limits: Limits | None = None
 
 
 def cut_up(
@@ -165,4 +169,5 @@ def cut_up(
         samples=cut.samples,
         group=cut.group,
         full=context.layout.pp > 1,
+        limits=cut.limits,
     )

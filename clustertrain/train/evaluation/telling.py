@@ -56,8 +56,9 @@ def row_before(context: RankContext, step: int) -> dict[str, Any]:
     """The row of ``step`` as the attempt has told it that did the step, without what it measured of itself."""
     found: dict[str, Any] = {}
     if context.rank == 0 and context.run is not None and context.attempt is not None:
-        for n in range(context.attempt.n - 1, 0, -1):
-            row = rows.at(context.run.metrics_of(n), step)
+        before = range(1, context.attempt.n)
+        for path in reversed([path for n in before for path in context.run.metrics_files(n)]):
+            row = rows.at(path, step)
             if row is not None and row["step"] == step:
                 found = row
                 break

@@ -85,7 +85,8 @@ def options(spec: OptimSpec, *, text: bool, device: torch.device) -> dict[str, A
     by_name: Mapping[OptimizerName, dict[str, Any]] = {
         "adamw": {**adam, **kernels},
         "adam": {**adam, **kernels},
-        "sgd": {**momentum, "nesterov": spec.nesterov, **kernels},
+        # The fused one wants momentum of all in a group or of none, and what is thawed has none yet.
+        "sgd": {**momentum, "nesterov": spec.nesterov, **({"foreach": True} if spec.unfreeze else kernels)},
         "adafactor": common,
         "lion": {**common, "betas": adam["betas"]},
         "lamb": adam,

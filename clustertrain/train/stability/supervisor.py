@@ -38,6 +38,7 @@ class Supervisor:
         self._lag = lag
         self._waiting: deque[tuple[int, Arriving]] = deque()
         self._in_a_row = 0
+        self._first = 0  # of them; steps that fp16's scale took care of may lie between
         self.skipped = 0
         self.overflows = 0
 
@@ -75,9 +76,10 @@ class Supervisor:
             return None
         self.skipped += 1
         self._in_a_row += 1
+        self._first = step if self._in_a_row == 1 else self._first
         if self._in_a_row < spec.max_skipped:
             return None
-        first = step - self._in_a_row + 1
+        first = self._first
         why = f"{self._in_a_row} steps in a row skipped, {first} to {step}: {what_is_wrong(figures)}"
         if spec.then == "roll-back":
             return Back(first, step, why)
@@ -88,10 +90,10 @@ class Supervisor:
         )
 
     def state_dict(self) -> dict[str, int]:
-        return {"in_a_row": self._in_a_row, "skipped": self.skipped, "overflows": self.overflows}
+        return {"in_a_row": self._in_a_row, "first": self._first, "skipped": self.skipped, "overflows": self.overflows}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._in_a_row = int(state["in_a_row"])
+        self._in_a_row, self._first = int(state["in_a_row"]), int(state["first"])
         self.skipped, self.overflows = int(state["skipped"]), int(state["overflows"])
 
 

@@ -17,14 +17,12 @@ def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
     a GPU. For others, and what is made of several, the host must read the flag, and so wait for the device once a
     step."""
     inner, *others = (kept.optimizer for kept in keepers(optimizer))
-    if others or isinstance(optimizer, Wrapped):
-        return False
+    if others or inner is not optimizer or isinstance(optimizer, Wrapped):
+        return False  # of ZeRO-1 a rank may own nothing that has state yet, and all must take the same way
     params = [p for group in inner.param_groups for p in group["params"]]
     # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
-    return (
-        bool(getattr(inner, "_step_supports_amp_scaling", False))
-        and bool(inner.state)
-        and all(p.is_cuda for p in params)
+    return bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
+        p.is_cuda and (p.grad is None or p in inner.state) for p in params
     )
 
 

@@ -78,7 +78,7 @@ class Warnings:
         loss, norm = _number(row.get("loss")), _number(row.get("grad_norm"))
         # Of a step that counts nothing the loss is a mean of nothing: there it says nothing that it is no number.
         bad = row["skipped"] and not row.get("spike") if "skipped" in row else not _is_finite(loss, norm)
-        if bad:
+        if bad and not row.get("overflow"):  # which fp16's loss scale takes care of
             yield self._non_finite(row, loss, norm)
         if row.get("spike"):
             yield Warning(

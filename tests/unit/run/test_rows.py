@@ -86,3 +86,12 @@ def test_rows_longer_than_a_window_are_found_all_the_same(
     monkeypatch.setattr(rows, "WHOLE", 1000)
     steps = [r["step"] for r in rows.sample(path, 5)]
     assert steps == sorted(set(steps)) and steps[0] == 6 and steps[-1] == 100 and len(steps) > 30
+
+
+def test_names_of_slices_and_layers_are_columns_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1, "validation_accuracy/night": 0.5, "grad_norm/layers.0": 2.0}\n{"step": 2}\n')
+    found = rows.columns(path, ["step", "validation_accuracy/night", "grad_norm/layers.0"])
+    assert list(found["step"]) == [1.0, 2.0]
+    assert found["validation_accuracy/night"][0] == 0.5 and math.isnan(found["validation_accuracy/night"][1])
+    assert found["grad_norm/layers.0"][0] == 2.0

@@ -97,3 +97,20 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
     assert recipe(contract={"metric": "score", "mode": "max"}).best_mode == "max"
     assert recipe(checkpoint={"keep_best": 1, "best": "accuracy"}).best_mode == "max"
     assert recipe(checkpoint={"keep_best": 1, "best": "accuracy", "best_mode": "min"}).best_mode == "min"
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"contract": {"metric": "accuracy"}, "data": {"validation": 0.1}}, "did you mean validation_accuracy"),
+        ({"objective": {"kind": "mse"}}, "a decoder on text is trained by cross-entropy"),
+        (
+            {"stability": {"then": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},
+            "goes back by up to 10 steps, and checkpoint.keep = 1 with every = 5",
+        ),
+        ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "nothing to go back to"),
+    ],
+)
+def test_what_would_fail_or_do_nothing_later_is_refused(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recipe(**tables)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from clustertrain.run import metrics
+from clustertrain.run import curves, metrics
 from clustertrain.tracking import follow
 from clustertrain.tracking.follow import Follower, scalars
 from tests.unit.tracking.tracked_runs import make, row, write
@@ -84,3 +85,19 @@ def test_numbers_alone_are_worth_a_curve() -> None:
         "lr": 1e-3,
         "flag": 1,
     }
+
+
+def test_an_attempt_that_went_back_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 6)
+    follower = Follower(run)
+    assert steps(follower.read()) == [1, 2, 3, 4, 5, 6]
+    write(run, 9, 4, 8)  # under another number, for the rows' own content does not tell
+    run.metrics_of(9).rename(run.metrics_of(1, 1))
+    shutil.rmtree(run.attempt(9).path)
+    found = follower.read()
+    assert [(r["step"], r["attempt"]) for r in found] == [(7, 1), (8, 1)]
+    assert steps(Follower(run).read()) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert Follower(run).read() == metrics.read(run)
+    assert curves.read(run, ["loss"]).step == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert curves.read(run, ["loss"]).tokens == sorted(curves.read(run, ["loss"]).tokens)
