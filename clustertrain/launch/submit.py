@@ -15,7 +15,7 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
-from clustertrain.launch import alerting, code, filesystem, record, render, snapshot, trackers
+from clustertrain.launch import alerting, code, extras, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -115,6 +115,8 @@ def check(prepared: Prepared) -> list[str]:
     found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
+    if prepared.spec.script is None:
+        extras.check(prepared.spec.recipe, prepared.python)
     environ = {**os.environ, **prepared.spec.env}
     found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     return [note for note in found if note]

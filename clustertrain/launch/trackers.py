@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from clustertrain.errors import ConfigError
+from clustertrain.launch.extras import installed
 from clustertrain.spec.tracking import TrackingSpec
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -21,7 +21,7 @@ def check(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[s
     """
     notes = []
     for name in spec.to:
-        if python == sys.executable and not _installed(_PACKAGES[name]):
+        if python == sys.executable and not installed(_PACKAGES[name]):
             extra = "clustertrain" if name == "tensorboard" else f"clustertrain[{name}]"
             raise ConfigError(
                 f"tracking.to = {name!r}: the package {_PACKAGES[name]} is not installed",
@@ -37,9 +37,3 @@ def check(spec: TrackingSpec, python: str, environ: Mapping[str, str]) -> list[s
             f"tracking.uri = {uri!r}: MLflow keeps stores in folders for old data alone; sqlite:///FILE is its way now"
         )
     return notes
-
-
-def _installed(package: str) -> bool:
-    """Not only a folder of that name, as wandb makes one where it is used."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None

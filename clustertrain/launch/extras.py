@@ -1,0 +1,41 @@
+"""Packages that a recipe needs beside those that come with clustertrain, looked for before the queue."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from clustertrain.errors import ConfigError
+from clustertrain.spec.data import DIGITS
+from clustertrain.spec.recipe import Recipe
+
+# As train/optimizers/catalogue has them, which imports torch.
+_KEPT_APART = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})
+
+
+def installed(package: str) -> bool:
+    """Not only a folder of that name, as wandb makes one where it is used."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def check(recipe: Recipe, python: str) -> None:
+    """``python`` is the interpreter of the job; of another one than this nothing is known here.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    if python != sys.executable:
+        return
+    name, digits = recipe.optim.name, DIGITS in (recipe.data.path, recipe.data.validation_path)
+    for needed, key, package, extra in (
+        (name in _KEPT_APART, f"optim.name = {name!r}", "pytorch_optimizer", "optimizers"),
+        (name == "adamw8bit", f"optim.name = {name!r}", "torchao", "optimizers"),
+        (recipe.train.precision == "fp8", "train.precision = 'fp8'", "torchao", "fp8"),
+        (recipe.data.augment.any, "data.augment", "kornia", "augment"),
+        (digits, f"data.path = {DIGITS!r}", "sklearn", "examples"),
+    ):
+        if needed and not installed(package):
+            raise ConfigError(
+                f"{key}: the package {package} is not installed", fix=f"pip install 'clustertrain[{extra}]'"
+            )

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch import extras
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"optim": {"name": "lion"}}, "optim.name = 'lion': the package pytorch_optimizer"),
+        ({"optim": {"name": "adamw8bit"}}, "the package torchao"),
+        ({"model": {"kind": "convnet"}, "data": {"augment": {"flip": True}}}, "data.augment: the package kornia"),
+        ({"model": {"kind": "convnet"}, "data": {"path": "digits"}}, "data.path = 'digits': the package sklearn"),
+    ],
+)
+def test_a_package_that_is_missing_is_told_before_the_queue(
+    tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = build(tables, Recipe, "recipe.toml")
+    monkeypatch.setattr(extras, "installed", lambda package: False)
+    with pytest.raises(ConfigError, match=words) as caught:
+        extras.check(recipe, sys.executable)
+    assert "pip install 'clustertrain[" in str(caught.value.fix)
+    extras.check(recipe, "/elsewhere/python")
+    extras.check(Recipe(), sys.executable)
+
+
+def test_what_is_there_is_found() -> None:
+    assert extras.installed("click") and not extras.installed("no_such_package_anywhere")
