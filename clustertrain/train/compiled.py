@@ -66,6 +66,13 @@ def try_out(
 
 
 @contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """The layers of ``model`` uncompiled: nobody has tried yet whether the compiler works."""
+    with _eager([unit for part in parts(model) for _, unit in units(part)]):
+        yield
+
+
+@contextmanager
 def _eager(compiled: list[nn.Module]) -> Iterator[None]:
     kept = [unit._compiled_call_impl for unit in compiled]
     for unit in compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,8 +22,8 @@ from clustertrain.errors import UsageError
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.spec.evaluation import PREFIX
+from clustertrain.train import compiled, data_parallel, gradients, mesh, out_of_memory, result, seeds
 from clustertrain.train import context as environment
-from clustertrain.train import data_parallel, gradients, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader, MapStyle, workers_for
 from clustertrain.train.evaluation import telling
 from clustertrain.train.evaluation.evaluator import Evaluator, slices_of
@@ -516,7 +516,8 @@ class Session:
         cut = Cut(micro_batch or self._usual_micro_batch(), samples, workers, group, limits)
         portions = cut_up(data, cut, self._context, self.seed, self._agreement.any)
         measure = Evaluator(model, self._context, self._groups, self.poll)
-        with self.evaluation():
+        untried = self._train_step is not None and self._train_step.untried
+        with self.evaluation(), compiled.as_written(model) if untried else nullcontext():
             found = measure(portions, loss_fn, chosen, known, ignore_index)
         self._evaluated = found or {}
         return dict(self._evaluated)

@@ -158,6 +158,11 @@ class TrainStep:
         with profiling.part("optimizer"):
             return self._update(totals, clip, look)
 
+    @property
+    def untried(self) -> bool:
+        """Whether the layers are to be compiled, and it is not known yet that they can be."""
+        return self._event is not None
+
     def _passes(
         self, micro_batches: list[Any], samples: Sequence[Any], nobodys: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
