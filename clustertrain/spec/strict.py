@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -63,7 +64,7 @@ def build(value: dict[str, Any], kind: type[S], source: str) -> S:
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
         key = path.rstrip("`").lstrip(".")
-        fix = _one_of(value, kind, key) or _show(value, key)
+        fix = _one_of(value, kind, key) or _as_list(value, text, key) or _show(value, key)
         raise ConfigError(f"{source}: {key or 'top level'}: {_plain(text)}", fix=fix) from e
 
 
@@ -84,15 +85,29 @@ def _at(value: dict[str, Any], key: str) -> Any:
 def _one_of(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str | None:
     """The words that the field at ``key`` takes, the nearest ones first; None where it takes other things."""
     field: Any = kind
+    place = re.search(r"\[(\d+)\]$", key)  # of a list
+    key = key[: place.start()] if place else key
     for part in key.split("."):
         struct = _struct_of(field)
         fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
         field = fields.get(part)
+    given = _at(value, key)
+    if place and get_args(field) and isinstance(given, list):
+        field, given = get_args(field)[0], given[int(place[1])]
     if get_origin(field) is not Literal:
         return None
-    given = str(_at(value, key))
-    words = sorted(get_args(field), key=lambda word: -difflib.SequenceMatcher(None, given, word).ratio())
+    words = sorted(
+        (word for word in get_args(field) if word),
+        key=lambda word: -difflib.SequenceMatcher(None, str(given), word).ratio(),
+    )
     return "use one of " + ", ".join(words)
+
+
+def _as_list(value: dict[str, Any], text: str, key: str) -> str | None:
+    given = _at(value, key)
+    if not text.startswith("Expected `array`") or not isinstance(given, str):
+        return None
+    return f'write {key} = ["{given}"]'
 
 
 def _show(value: dict[str, Any], key: str) -> str | None:

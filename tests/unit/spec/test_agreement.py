@@ -114,3 +114,18 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
 def test_what_would_fail_or_do_nothing_later_is_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe(**tables)
+
+
+@pytest.mark.parametrize(
+    ("tables", "fix"),
+    [
+        ({"tracking": {"to": ["tensorbord"]}}, "use one of tensorboard, "),
+        ({"evaluation": {"metrics": ["loss", "acc"]}}, "use one of "),
+        ({"tracking": {"to": "tensorboard"}}, 'write tracking.to = ["tensorboard"]'),
+        ({"contract": {"target": "prod"}}, "use one of production, "),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_ones(tables: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(**tables)
+    assert str(caught.value.fix).startswith(fix) and ", ," not in str(caught.value.fix)
