@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive
+from clustertrain.spec.ranges import positive, within
 
 Then = Literal["stop", "roll-back"]
 
@@ -41,6 +41,8 @@ class StabilitySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        for name in ("clipped_share", "slowdown"):
+            within(name, getattr(self, name), 0.0, 1.0)
         if self.spike_window < 16:
             raise ValueError(f"spike_window = {self.spike_window}: fewer than 16 steps say nothing of the usual spread")
 

@@ -109,6 +109,12 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
             "goes back by up to 10 steps, and checkpoint.keep = 1 with every = 5",
         ),
         ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "nothing to go back to"),
+        ({"stability": {"slowdown": 5.0}}, "slowdown = 5.0: must lie between 0 and 1"),
+        ({"train": {"profile": "300:310"}}, "begins after the last of train.steps = 200"),
+        (
+            {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "evaluation": {"every": 200}},
+            "only the last one is evaluated",
+        ),
     ],
 )
 def test_what_would_fail_or_do_nothing_later_is_refused(tables: dict[str, Any], words: str) -> None:
