@@ -106,8 +106,6 @@ def _schedule(recipe: Recipe) -> None:
             f"schedule.kind = 'plateau' and evaluation.every = {recipe.evaluate_every}: of train.steps = {steps} only "
             "the last one is evaluated, and the rate would never fall"
         )
-    if recipe.profiled_steps and recipe.profiled_steps[0] >= steps:
-        raise ValueError(f"train.profile = {recipe.train.profile!r} begins after the last of train.steps = {steps}")
     late = [u.step for u in recipe.optim.unfreeze if u.step >= steps]
     if late:
         raise ValueError(f"optim.unfreeze: step {late[0]} is not before train.steps = {steps}")

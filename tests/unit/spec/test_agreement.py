@@ -110,7 +110,6 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
         ),
         ({"stability": {"spike": "roll-back"}, "checkpoint": {"every": 200}}, "nothing to go back to"),
         ({"stability": {"slowdown": 5.0}}, "slowdown = 5.0: must lie between 0 and 1"),
-        ({"train": {"profile": "300:310"}}, "begins after the last of train.steps = 200"),
         (
             {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "evaluation": {"every": 200}},
             "only the last one is evaluated",
