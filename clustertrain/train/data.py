@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from clustertrain import clock
-from clustertrain.errors import CheckpointError, ConfigError
+from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
 from clustertrain.plan import batch as batches
 from clustertrain.spec.data import READERS
 from clustertrain.train import order, profiling
@@ -24,6 +25,8 @@ from clustertrain.train.transfer import ToDevice
 
 __all__ = ["Loader", "MapStyle", "workers_for"]
 
+# A socket's path has at most 107 bytes (Linux, unix(7)), and multiprocessing adds "/pymp-xxxxxxxx/listener-xxxxxxxx".
+LONGEST_TMPDIR = 107 - 32
 _NOBODYS = -1  # the place of a sample that fills a micro-batch and counts for nothing
 
 
@@ -212,6 +215,7 @@ def read_ahead(
 ) -> tuple[Iterator[Any], Any]:
     """Micro-batches that processes of their own read, each ``prefetch`` of them ahead, to be :func:`settled`; and a
     shared value: set it to 1 before the iterator is dropped, and the workers may be ended."""
+    _check_sockets()
     closing = multiprocessing.get_context().Value("b", 0, lock=False)
     loader = DataLoader(
         reader,
@@ -229,6 +233,17 @@ def read_ahead(
         return iter(loader), closing
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _check_sockets() -> None:
+    """Raises EnvironmentNotFit where the workers could not hand over a single batch, and the rank would wait for ever:
+    Python only writes into the log that their sockets' path is too long."""
+    there = tempfile.gettempdir()
+    if len(os.fsencode(there)) > LONGEST_TMPDIR:
+        raise EnvironmentNotFit(
+            f"TMPDIR = {there!r} is too long for the sockets of data workers, {len(there)} characters",
+            fix=f"set TMPDIR to a path of at most {LONGEST_TMPDIR}, or data.workers = 0",
+        )
 
 
 def settled(batch: Any) -> Any:

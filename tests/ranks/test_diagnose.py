@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from tests.runs import CLI, INTERRUPTIBLE
 pytestmark = pytest.mark.ranks
 RECIPES = Path(__file__).parents[1] / "fixtures" / "broken"
 ENTRY = '[model]\nentry = "{module}:{name}"\n[data]\nkind = "own"\nentry = "sound:Clouds"\n[train]\nglobal_batch = 8\n'
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: it becomes TMPDIR, where data workers make sockets."""
+    with tempfile.TemporaryDirectory(prefix="diagnose-") as folder:
+        yield Path(folder)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -4,13 +4,15 @@ import os
 import random
 import re
 import signal
+import tempfile
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from clustertrain.errors import CheckpointError, ConfigError
+from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
+from clustertrain.train import data
 from clustertrain.train.data import Loader, workers_for
 from clustertrain.train.reading_speed import measure
 from clustertrain.train.samples import Limits
@@ -248,3 +250,12 @@ def test_another_data_set_is_refused() -> None:
 def test_an_epoch_may_end_inside_a_batch() -> None:
     seen = [i for batch in taken(25, 1) for i in batch]
     assert all(sorted(seen[e * 50 : (e + 1) * 50]) == list(range(50)) for e in range(6))
+
+
+def test_a_tmpdir_that_is_too_long_for_the_workers_sockets_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hand over nothing, and the rank would wait for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 80)
+    with pytest.raises(EnvironmentNotFit, match="is too long for the sockets of data workers, 85 characters"):
+        data._check_sockets()
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 70)
+    data._check_sockets()
