@@ -111,7 +111,8 @@ def has_key(environ: Mapping[str, str]) -> bool:
 
 def held_offline(folder: Path, run_id: str) -> int:
     """The last step that the offline files of a run hold, -1 for none."""
-    files = folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+    # Of two that begin in one second the later one's folder has a number behind it.
+    files = folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb")
     return max((step for path in files for step in steps(path)), default=-1)
 
 
