@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,6 +128,11 @@ def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
             lines = f.read(size).splitlines()
     except OSError:
         return []
+    return records(lines)
+
+
+def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON objects among ``lines``; what is torn or something else is left out."""
     found = []
     for line in lines:
         try:

@@ -3,10 +3,10 @@ ranks than files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from clustertrain import fsio
 from clustertrain.run import events
 from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, Finding
 
@@ -51,15 +51,7 @@ class Training:
             return []
         whole = data.rpartition(b"\n")[0]
         self._at += len(whole) + (1 if whole else 0)
-        found = []
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-        return found
+        return fsio.records(whole.splitlines())
 
 
 def _number(value: object) -> float | None:
