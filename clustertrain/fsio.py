@@ -35,8 +35,10 @@ def replacing(path: Path, *, mode: int = 0o640, durable: bool = True) -> Iterato
             if durable:
                 os.fsync(f.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:  # of write(2), on a full disk: it does not know the name
+            e.filename = str(path)
         raise
     if durable:
         fsync_folder(path.parent)

@@ -1,16 +1,33 @@
-"""How pytest-xdist deals out the tests."""
+"""How pytest-xdist deals out the tests, and what keeps them from wasting the cores."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+# For torch here and in all processes that tests start, before any of them imports it. The matrices are too small to
+# share, and several workers on few cores have more threads than those: a thread that waits for another one spins.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Files whose tests share what takes long to make: one worker does all of such a file.
-WHOLE = frozenset({"test_reshape.py", "test_rendered_grid.py"})
+WHOLE = frozenset({"test_reshape.py", "test_rendered_grid.py", "test_trackers.py"})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """A million objects of torch and of the tests stay until the end: the collector need not look at them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class OneByOne(LoadScopeScheduling):

@@ -6,17 +6,15 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous, torchrun
+from clustertrain.agent.place import Place, place_from
 from clustertrain.agent.recording import HURRIED_STOP_S, STOP_S, Recording
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.agent.signals import Signals
@@ -27,69 +25,11 @@ from clustertrain.agent.tracking import STOP_S as TRACKING_S
 from clustertrain.agent.tracking import Tracking
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
-from clustertrain.run import documents
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir, open_run
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
 AFTER_END_S = 20.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which node of which attempt this is, and what it has to start."""
-
-    run: RunDir
-    attempt: AttemptDir
-    node: str
-    node_rank: int
-    nodes: tuple[str, ...]
-    ranks_per_node: int
-    device: str
-    grace_s: float | None
-    environ: Mapping[str, str]
-
-    @property
-    def ranks(self) -> list[int]:
-        first = self.node_rank * self.ranks_per_node
-        return list(range(first, first + self.ranks_per_node))
-
-
-def place_from(environ: Mapping[str, str]) -> Place:
-    """Raises EnvironmentNotFit when the run directory that the job was started for is not the one seen here."""
-    node = environ.get(settings.NODE) or environ.get(settings.SLURMD_NODENAME) or socket.gethostname()
-    node_rank = int(environ.get(settings.NODE_RANK) or environ.get(settings.SLURM_NODEID) or 0)
-    run_dir = Path(environ[settings.RUN_DIR])
-    try:
-        attempt = RunDir(run_dir).attempt(int(environ[settings.ATTEMPT]))
-        seen = attempt.nonce.read_text()
-        run = open_run(run_dir)
-    except (OSError, ClusterTrainError) as e:
-        raise _unseen(node, run_dir, str(e)) from e
-    if seen != environ[settings.NONCE]:
-        raise _unseen(node, run_dir, "another attempt's nonce is there")
-    plan, trouble = documents.read(run.plan)
-    if not plan:
-        raise EnvironmentNotFit(trouble or f"{run.plan} is missing", fix="submit the run again")
-    return Place(
-        run=run,
-        attempt=attempt,
-        node=node,
-        node_rank=node_rank,
-        nodes=tuple(environ[settings.NODE_LIST].split(",")),
-        ranks_per_node=int(plan["gpus_per_node"]),
-        device=str(plan["device"]),
-        grace_s=plan["grace_s"],
-        environ=environ,
-    )
-
-
-def _unseen(node: str, run_dir: Path, why: str) -> EnvironmentNotFit:
-    return EnvironmentNotFit(
-        f"node {node} does not see the run directory {run_dir} of the batch host ({why})",
-        fix=f"set {settings.HOME} to a filesystem that all nodes mount at the same path",
-    )
 
 
 class Agent:
@@ -170,7 +110,7 @@ class Agent:
     def _meet(self) -> rendezvous.Rendezvous:
         p = self.place
         if p.node_rank == 0:
-            meeting = rendezvous.publish(p.attempt.rendezvous, "127.0.0.1" if _one_host(p) else p.node)
+            meeting = rendezvous.publish(p.attempt.rendezvous, "127.0.0.1" if p.on_one_host else p.node)
         else:
             meeting = rendezvous.wait_for(p.attempt.rendezvous, p.node, RENDEZVOUS_TIMEOUT_S)
         rendezvous.resolve(meeting, p.node)
@@ -217,7 +157,7 @@ class Agent:
         job = Job(
             device=p.device,
             ranks=p.ranks_per_node,
-            several_nodes=not _one_host(p),
+            several_nodes=not p.on_one_host,
             towards=interface,
             dumps=p.attempt.flight_record,
         )
@@ -230,7 +170,7 @@ class Agent:
 
     def _interface(self, meeting: rendezvous.Rendezvous) -> str | None:
         p = self.place
-        if _one_host(p):
+        if p.on_one_host:
             return interface_towards("127.0.0.1")
         other = p.nodes[1] if p.node_rank == 0 else meeting.host
         return interface_towards(rendezvous.resolve(rendezvous.Rendezvous(other, meeting.port, ""), p.node))
@@ -296,10 +236,6 @@ class Agent:
 
 def _failed(rank: int, kind: str, error: dict[str, str]) -> dict[str, Any]:
     return {"rank": rank, "ending": "failed", "kind": kind, "exit_code": EXIT_CONFIG, "error": error}
-
-
-def _one_host(place: Place) -> bool:
-    return len(place.nodes) == 1 or settings.LOCAL_JOB in place.environ
 
 
 def _past(since: float | None, allowed_s: float, now: float) -> bool:

@@ -19,8 +19,8 @@ from clustertrain import clock, proc, settings
 from clustertrain.agent import rendezvous, scratch, torchrun
 from clustertrain.agent.results import NodeResult, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.launch import data
 from clustertrain.launch.request import Prepared
-from clustertrain.launch.submit import check_data
 from clustertrain.plan import trials
 from clustertrain.plan.given import ASSUMED_CPU_GIB
 from clustertrain.plan.layout import Batch
@@ -63,7 +63,7 @@ def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: M
     spec, chosen = prepared.spec, prepared.plan
     ranks = _ranks_here(prepared, environ)
     search, words = trials.search(chosen, spec.recipe, ranks)
-    note = check_data(prepared)
+    note = data.check(prepared)
     if note:
         tell(f"note: {note}")
     found = Found(words)

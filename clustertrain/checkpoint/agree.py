@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clustertrain.checkpoint.trouble import Trouble
+from clustertrain.checkpoint.trouble import Trouble, error, told
+from clustertrain.errors import CheckpointError
 
 _HEAD_BYTES = 512
 _LENGTH_BYTES = 8
@@ -84,8 +85,26 @@ class Ranks:
     def troubles(self, mine: Trouble | None) -> list[Trouble]:
         """What went wrong on any rank, in rank order, each with the rank's number before ``why``; empty when all is
         well. The same list on every rank."""
+        everybody = self.told(None if mine is None else {"why": mine.why, "of": mine.of})
+        return [Trouble(why=f"rank {r}: {t['why']}", of=t["of"]) for r, t in enumerate(everybody) if t is not None]
+
+    def told(self, mine: Any) -> list[Any]:
+        """``mine`` of every rank, in rank order, on every rank; an empty list where nobody has anything to tell."""
         if not any(map(any, self.records(bytes([mine is not None])))):
             return []
-        everybody = self.gather(None if mine is None else {"why": mine.why, "of": mine.of})
-        found = [{**t, "why": f"rank {r}: {t['why']}"} for r, t in enumerate(everybody) if t is not None]
-        return [Trouble(**t) for t in self.broadcast(found)]
+        everybody: list[Any] = self.broadcast(self.gather(mine))
+        return everybody
+
+    def on_first(self, act: Callable[[], Any], failure: str) -> Any:
+        """Run ``act`` on rank 0 and tell all ranks what it returned, or that it failed."""
+        outcome: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                outcome = {"value": act()}
+            except (OSError, CheckpointError) as e:
+                trouble = told(e)
+                outcome = {"trouble": {"why": trouble.why, "of": trouble.of}}
+        outcome = self.broadcast(outcome)
+        if "trouble" in outcome:
+            raise error(failure, [Trouble(**outcome["trouble"])])
+        return outcome["value"]

@@ -178,8 +178,7 @@ class Interval:
         return self._monotonic() - self._since >= self._chosen.seconds
 
     def begun(self) -> None:
-        """The training goes on after a save, whatever it was made for: the time starts again. Its bytes may still be
-        on their way."""
+        """The training goes on after a save: the time starts again. Its bytes may still be on their way."""
         self._since = self._monotonic()
 
     def measured(self, stall_s: float, save_s: float, slowdown: float = 0.0) -> None:

@@ -31,8 +31,8 @@ COMMITTED = "COMMITTED"
 _NAME = re.compile(r"(damaged-)?step-(\d{8,})")
 
 Kind = Literal["model", "optimizer", "other"]
-# "stop": made because the job was being ended, whenever that was.
-Reason = Literal["interval", "stop", "end"]
+# "stop": made because the job was being ended, whenever that was. "best": for nothing but its metric.
+Reason = Literal["interval", "best", "stop", "end"]
 
 
 class Damaged(CheckpointError):

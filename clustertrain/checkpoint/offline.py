@@ -1,4 +1,7 @@
-"""Checkpoints without torch and without a process group: list, verify, digest, assemble, prune."""
+"""Checkpoints without torch and without a process group: list, verify, digest, assemble, prune.
+
+What a roll-back has condemned is passed over: the attempt that deletes it may never come.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import retention
+from clustertrain.checkpoint import retention, rollback
 from clustertrain.checkpoint.blocks import read_shard
 from clustertrain.checkpoint.manifest import Damaged, Kind, Manifest, Metric, TensorRecord
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder
@@ -38,7 +41,7 @@ def list_checkpoints(root: Folder, *, verify: bool = False, step: int | None = N
     files are looked at, of one that was never committed nothing, and where the file system would not read,
     ``unreadable`` tells its words. What the index cannot tell because it is damaged is null too.
     """
-    folders = [p for p in index.folders(root) if step in (None, index.step_of(p))]
+    folders = [p for p in rollback.counting(root) if step in (None, index.step_of(p))]
     rows = [(p, describe(p, verify=verify)) for p in folders]
     # A run deletes its old ones whenever it has saved.
     there = [(p, r) for p, r in rows if p.is_dir()]
@@ -54,7 +57,7 @@ def best(root: F) -> F:
     Raises:
         NotFound: none has one.
     """
-    found = _best(index.folders(root))
+    found = _best(rollback.counting(root))
     if found is None:
         raise NotFound(
             f"{root}: no checkpoint tells a value of the metric that decides",
@@ -221,11 +224,11 @@ def find(root: F, step: int | None = None) -> F:
     Raises:
         NotFound: there is none.
     """
-    committed = [p for p in index.folders(root) if index.is_committed(p)]
+    committed = [p for p in rollback.counting(root) if index.is_committed(p)]
     if step is not None:
         committed = [p for p in committed if index.step_of(p) == step]
     if not committed:
-        known = ", ".join(str(index.step_of(p)) for p in index.folders(root)) or "none"
+        known = ", ".join(str(index.step_of(p)) for p in rollback.counting(root)) or "none"
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise NotFound(f"{root}: {wanted}; steps there: {known}")
     return committed[-1]
@@ -246,7 +249,10 @@ def prunable(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) 
     """What :func:`prune` would delete, in its order."""
     # Asked for by hand it counts all alike, whatever they were made for.
     policy = retention.Policy(keep=keep)
-    return retention.choose(root, policy, good=good, know=lambda p, _: retention.Known(index.step_of(p) or 0))
+    there = rollback.counting(root)
+    return retention.choose(
+        root, policy, good=good, know=lambda p, _: retention.Known(index.step_of(p) or 0), there=there
+    )
 
 
 def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> list[Path]:

@@ -61,10 +61,10 @@ class Reader:
             Damaged: bytes missing or altered.
             CheckpointError: the checkpoint is of other objects than ``state``.
         """
-        # What versions before this one did not save.
-        absent = {k for k in state.keys() - self._manifest.values.keys() if getattr(state[k], "may_be_absent", False)}
-        missing = sorted(state.keys() - self._manifest.values.keys() - absent)
-        if missing:
+        lacking = sorted(state.keys() - self._manifest.values.keys())
+        # What a run may come to have later, and can do without what was.
+        anew = {key: begin for key in lacking if callable(begin := getattr(state[key], "begin_anew", None))}
+        if missing := [key for key in lacking if key not in anew]:
             raise CheckpointError(
                 f"{self._folder}: holds no state {', '.join(missing)}",
                 fix="give session.steps the same state as the run that saved it",
@@ -72,15 +72,20 @@ class Reader:
         names = objects.parameter_names(state)
         todo: list[Finish] = []
         for key, value in state.items():
-            if key in absent:
-                continue
-            if isinstance(value, nn.Module):
+            if key in anew:
+                todo.append(functools.partial(self._begin_anew, key, anew[key]))
+            elif isinstance(value, nn.Module):
                 todo.append(self._load_module(key, value))
             elif isinstance(value, torch.optim.Optimizer):
                 todo.append(self._load_optimizer(key, value, names, objects.parameters_of_whole(state)))
             else:
                 todo.append(self._load_other(key, value, state))
         return lambda: _call_all(todo)
+
+    def _begin_anew(self, key: str, begin: Callable[[], None]) -> None:
+        begin()
+        if self._ranks.rank == 0:
+            log.warning("%s: holds no state %s, which begins anew", self._folder, key)
 
     def complete(self) -> None:
         """Collective, once :meth:`load` has gone well on all ranks. Where it raises on one, the others return.

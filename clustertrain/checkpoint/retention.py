@@ -5,7 +5,8 @@ folder. A checkpoint stays where any of these holds:
 
 * it is the newest one that is good (``good`` of :func:`choose` says what that means): where all newer ones are damaged
   it is what the run goes back to;
-* it is one of the ``keep`` newest regular ones;
+* it is one of the ``keep`` newest regular ones. One that was made for its metric alone is none, or frequent evaluations
+  would push out all that lies further back; it fills up while there are fewer;
 * its step is a multiple of ``keep_every``: these stay for ever;
 * it is one of the ``keep_best`` best;
 * it is an emergency one (made because the run was told to stop) and no newer regular one is there. It never pushes out
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,7 @@ from clustertrain.checkpoint.storage import StorageError, patiently
 from clustertrain.errors import CheckpointError
 
 EMERGENCY: index.Reason = "stop"
+FOR_BEST: index.Reason = "best"
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,12 @@ def doomed(checkpoints: Collection[Known], policy: Policy, newest_good: int | No
     """The steps that go, oldest first. ``newest_good`` is the step of the newest checkpoint that is good."""
     newest_first = sorted(checkpoints, key=lambda c: c.step, reverse=True)
     # One that stays for ever needs no other ground, so why it was made does not matter, and need not be read.
-    regular = [c for c in newest_first if c.reason != EMERGENCY or _is_milestone(c.step, policy)]
+    regular = [c for c in newest_first if c.reason not in (EMERGENCY, FOR_BEST) or _is_milestone(c.step, policy)]
+    for_best = [c for c in newest_first if c.reason == FOR_BEST][: max(0, policy.keep - len(regular))]
     overtaken = regular[0].step if regular else -1
     emergency = [c for c in newest_first if c.reason == EMERGENCY and c.step > overtaken]
-    stays = {c.step for c in (*regular[: policy.keep], *emergency[: policy.keep], *_best(newest_first, policy))}
+    kept = (*regular[: policy.keep], *for_best, *emergency[: policy.keep], *_best(newest_first, policy))
+    stays = {c.step for c in kept}
     return sorted(
         c.step
         for c in checkpoints
@@ -109,7 +113,12 @@ def _read(folder: Folder, inode: int, mtime_ns: int) -> tuple[index.Reason, inde
 
 
 def choose(
-    root: Path, policy: Policy, *, good: Callable[[Path], bool], know: Callable[[Path, Policy], Known] = known
+    root: Path,
+    policy: Policy,
+    *,
+    good: Callable[[Path], bool],
+    know: Callable[[Path, Policy], Known] = known,
+    there: Sequence[Path] | None = None,
 ) -> list[Path]:
     """The folders in ``root`` that go, in the order in which to delete them. Changes nothing.
 
@@ -118,11 +127,12 @@ def choose(
     Args:
         good: whether a committed checkpoint can be restored. Asked from the newest on, until one is.
         know: another one than :func:`known` may leave out the reason and the metric, where these shall not count.
+        there: the checkpoints to choose among, oldest first; None: all in ``root``.
 
     Raises:
         StorageError: the file system would not read. Then nothing is known, and nothing must be deleted.
     """
-    committed = [p for p in index.folders(root) if index.is_committed(p)]
+    committed = [p for p in (index.folders(root) if there is None else there) if index.is_committed(p)]
     newest_good = next((index.step_of(p) for p in reversed(committed) if good(p)), None)
     steps = set(doomed([know(p, policy) for p in committed], policy, newest_good))
     going = [p for p in committed if index.step_of(p) in steps]

@@ -19,7 +19,7 @@ import msgspec
 from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points, retention
-from clustertrain.checkpoint.source import Folder, RemoteFolder
+from clustertrain.checkpoint.source import F, Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError, Diverged
 
@@ -76,8 +76,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     most_often: int
 
 
-def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> None:
-    """Write down that the run goes back, before anything is done for it.
+def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> int:
+    """Write down that the run goes back, before anything is done for it; returns the newest step that is left.
 
     Raises:
         Diverged: there is no such checkpoint, or the run has gone back too often.
@@ -89,7 +89,8 @@ def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> None:
             markers += [pair for pair in _markers(remote) if pair not in markers]
         except CheckpointError as e:
             log.warning("%s; not looked at for checkpoints", e.message)
-    if not any(step <= most for step, _ in markers):
+    left = [step for step, _ in markers if step <= most]
+    if not left:
         raise Diverged(
             f"{why}: there is no checkpoint of step {most} or before to go back to",
             fix="save more often with checkpoint.every, or keep more of them",
@@ -109,6 +110,7 @@ def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> None:
     points.reached("before the roll-back's record", 0)
     fsio.write_bytes(root / FILE, msgspec.json.encode([*before, record]))
     points.reached("after the roll-back's record", 0)
+    return max(left)
 
 
 def enforce(root: Path, remote: RemoteFolder | None) -> None:
@@ -127,8 +129,17 @@ def enforce(root: Path, remote: RemoteFolder | None) -> None:
                 log.warning("%s does not count any more and stays: %s", there, e)
 
 
+def counting(root: F) -> list[F]:
+    """Checkpoint folders in ``root``, committed or not, that the record beside them does not condemn; oldest first. A
+    ``root`` behind a URL has none beside it."""
+    folders = index.folders(root)
+    if not isinstance(root, Path):
+        return folders
+    return [p for p in folders if counts(root, p, index.step_of(p) or 0)]
+
+
 def counts(root: Path, there: Folder, step: int) -> bool:
-    """Whether a checkpoint ``there``, behind a URL, is none that the record condemns."""
+    """Whether a checkpoint ``there``, beside the record or behind a URL, is none that it condemns."""
     markers = {marker for s, marker in _condemned(root) if s == step}
     return not markers or _marker(there) not in markers
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from clustertrain.spec.places import is_url, storage_class
+from clustertrain.spec.places import storage_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
 Pread = Callable[[memoryview, int], int]
@@ -178,11 +178,6 @@ def _told() -> Iterator[None]:
 def _words(e: BaseException) -> str:
     said = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
     return f"{type(e).__name__}: {said}" if not isinstance(e, OSError) or not said else said
-
-
-def folder_at(name: str) -> Folder:
-    """What a URL or a path names."""
-    return RemoteFolder(name) if is_url(name) else Path(name)
 
 
 @contextmanager

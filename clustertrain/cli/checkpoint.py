@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint import offline, rollback
 from clustertrain.checkpoint.dtypes import FLOATS
 from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
@@ -138,7 +138,7 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
     newest = place.chosen(step)
     one = step is not None or place.is_one
     rows = []
-    for folder in [newest] if one else [p for p in index.folders(place.root) if index.is_committed(p)]:
+    for folder in [newest] if one else [p for p in rollback.counting(place.root) if index.is_committed(p)]:
         row: dict[str, Any] = {"step": index.step_of(folder), "path": str(folder), "verified": None, "damage": None}
         reasons: list[str] = []
         try:

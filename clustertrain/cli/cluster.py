@@ -129,10 +129,16 @@ def _tell(seen: Detected, dry_run: bool) -> None:
 
 
 def _line(seen: Detected, key: str) -> str:
-    if key in seen.found.keys:
-        return f"{key} = {seen.found.keys[key].value!r}  ({seen.found.keys[key].source})"
     import msgspec
 
+    from clustertrain.spec.strict import text_of
+
+    if key in seen.found.keys:
+        return f"{key} = {text_of(seen.found.keys[key].value)}  ({seen.found.keys[key].source})"
     values = msgspec.to_builtins(getattr(seen.profile, key))
-    short = {name: f"{len(value)} listed" if isinstance(value, list) else value for name, value in values.items()}
-    return f"[{key}] " + ", ".join(f"{name}: {value}" for name, value in short.items() if value is not None)
+    short = {
+        name: f"{len(value)} listed" if isinstance(value, (list, tuple)) else text_of(value)
+        for name, value in values.items()
+        if value is not None
+    }
+    return f"[{key}] " + ", ".join(f"{name}: {value}" for name, value in short.items())

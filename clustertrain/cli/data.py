@@ -21,7 +21,13 @@ def data() -> None:
 
 @data.command()
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="A new folder for the shards.")
+@click.option(
+    "--out",
+    "folder",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A new folder for the shards.",
+)
 @click.option("--pattern", default="*", show_default=True, help="Which files of a folder.")
 @click.option(
     "--documents",

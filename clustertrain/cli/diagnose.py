@@ -16,22 +16,30 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value of the recipe.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html|.svg", help="Curves.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.html|.svg",
+    help="Write the curves of the checks that have one.",
+)
 @json_option
-@click.argument("check", required=False, metavar="[CHECK|all]")
+@click.argument("check", required=False, metavar="[CHECK]")
 @click.argument("recipe", required=False, metavar="[RECIPE.toml]")
 def diagnose(
     assignments: tuple[str, ...], plot: Path | None, as_json: bool, check: str | None, recipe: str | None
 ) -> int:
     """Check a recipe on this machine before a long job: one process, no run, no Slurm.
 
-    Without CHECK it lists them. Exits 1 when a check fails, 78 for a recipe that cannot be trained.
+    CHECK is one of those that `diagnose` without arguments lists; without it, or as `all`, all are made. Each has a
+    verdict, what it comes of, and what to do. Exits 1 when a check fails, 78 for a recipe that cannot be trained.
     """
     from clustertrain.diagnose import names
 
     if check is None:
         _list(as_json=as_json)
         return 0
+    if Path(check).suffix:
+        check, recipe = recipe or names.ALL, check
     checks = names.asked(check)
     if recipe is None:
         raise UsageError("no recipe is named", fix=f"clustertrain diagnose {check} RECIPE.toml")
@@ -39,7 +47,7 @@ def diagnose(
     from clustertrain.report.terminal import make_console
 
     if plot is not None:
-        curves.check_name(plot)
+        curves.check_path(plot)
     prepared = process.request(recipe, assignments)
     console = make_console()
 
@@ -66,5 +74,5 @@ def _list(*, as_json: bool) -> None:
         print_json({"checks": CHECKS})
         return
     width = max(map(len, CHECKS))
-    for name, text in {**CHECKS, ALL: "All of these, in this order."}.items():
+    for name, text in {**CHECKS, ALL: "All of these, in this order; so is `diagnose RECIPE.toml`."}.items():
         click.echo(f"{name:<{width}}  {text}")

@@ -57,7 +57,9 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     looks = [x for x in found if not isinstance(x, Unreadable)]
     # Below the table: a reason is a sentence.
     unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in found if isinstance(x, Unreadable)]
-    emit(make_console(), Group(*([runs_table(looks)] if looks or not unreadable else []), *unreadable))
+    console = make_console(rows=True)
+    table = [runs_table(looks, console.width)] if looks or not unreadable else []
+    emit(console, Group(*table, *unreadable))
 
 
 def _of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
@@ -105,8 +107,8 @@ def status(name: str, as_json: bool) -> None:
     from clustertrain.report.status import render
     from clustertrain.report.terminal import emit, glyphs, make_console
 
-    out = make_console()
-    emit(out, render(seen, compared, glyphs(out)))
+    out = make_console(rows=True)
+    emit(out, render(seen, compared, out.width, glyphs(out)))
 
 
 def status_json(seen: Any) -> dict[str, Any]:

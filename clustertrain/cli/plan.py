@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from clustertrain.plan.planner import Plan
 
+WHOLE = 0.6  # of the width, that the left column may take
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -71,26 +72,30 @@ def plan(
 def _show(chosen: Plan) -> None:
     from clustertrain.report.terminal import emit, make_console
 
-    parts: list[RenderableType] = [_rows(_summary(chosen))]
+    console = make_console()
+    parts: list[RenderableType] = [_rows(_summary(chosen), console.width)]
     for title, rows in (
         ("What would fit", [("", chosen.way_out)] if chosen.way_out else []),
         ("Warnings", [("", warning) for warning in chosen.warnings]),
+        ("Training", list(chosen.training.items())),
         ("Why", [("", reason) for reason in chosen.reasons if reason not in chosen.warnings]),
         ("Runners-up", [(r.layout, _rates(r.step_s, r.tokens_per_s_per_gpu, r.peak_gib)) for r in chosen.runners_up]),
         ("Not chosen", [(r.strategy, r.why) for r in chosen.rejected]),
         ("Environment", [(f"{n}={s.value}", s.reason) for n, s in {**chosen.nccl, **chosen.env}.items()]),
     ):
         if rows:
-            parts += [f"\n{title}", _rows(rows)]
-    emit(make_console(), *parts)
+            parts += [f"\n{title}", _rows(rows, console.width)]
+    emit(console, *parts)
 
 
-def _rows(rows: list[tuple[str, str]]) -> RenderableType:
+def _rows(rows: list[tuple[str, str]], width: int) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table
 
+    # A word that is torn, NAME=value say, cannot be copied.
+    whole = 0 < max(len(left) for left, _ in rows) <= WHOLE * width
     table = Table.grid(padding=(0, 2))
-    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", no_wrap=whole)
     table.add_column(overflow="fold")
     for left, right in rows:
         table.add_row(left, right) if left else table.add_row(right)
@@ -98,9 +103,9 @@ def _rows(rows: list[tuple[str, str]]) -> RenderableType:
 
 
 def _rates(step_s: float, tokens_per_s: float, peak_gib: float) -> str:
-    from clustertrain.plan.layout import amount
+    from clustertrain.plan.layout import amount, gib
 
-    return f"{amount(step_s)} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {peak_gib:.1f} GiB a rank"
+    return f"{amount(step_s)} s a step, {tokens_per_s:,.0f} tokens/s a GPU, {gib(peak_gib)} a rank"
 
 
 def _beside(chosen: Plan) -> str:
@@ -116,7 +121,7 @@ def _beside(chosen: Plan) -> str:
 
 
 def _summary(chosen: Plan) -> list[tuple[str, str]]:
-    from clustertrain.plan.layout import amount, counted
+    from clustertrain.plan.layout import amount, counted, gib
 
     layout, batch, memory = chosen.layout, chosen.batch, chosen.memory
     ranks = f"{counted(chosen.world_size, 'rank')} = {counted(chosen.nodes, 'node')} x {chosen.gpus_per_node}"
@@ -131,12 +136,12 @@ def _summary(chosen: Plan) -> list[tuple[str, str]]:
     if memory.peak_gib is not None:
         capacity = "unknown" if memory.capacity_gib is None else f"{memory.capacity_gib:g} GiB"
         fits = {True: ", fits", False: ", DOES NOT FIT", None: ""}[memory.fits]
-        rows.append(("memory", f"{memory.peak_gib:.2f} GiB a rank, capacity {capacity}{fits}"))
+        rows.append(("memory", f"{gib(memory.peak_gib)} a rank, capacity {capacity}{fits}"))
     elif memory.params_gib is not None:
         known = {"parameters": memory.params_gib, "gradients": memory.grads_gib, "optimizer": memory.optimizer_gib}
-        states = ", ".join(f"{name} {gib:.2f}" for name, gib in known.items() if gib is not None)
+        states = ", ".join(f"{name} {gib(size)}" for name, size in known.items() if size is not None)
         unknown = "activations" if memory.optimizer_gib is not None else "optimizer and activations"
-        rows.append(("memory", f"{states} GiB a rank; {unknown} not known"))
+        rows.append(("memory", f"{states} a rank; {unknown} not known"))
     time = chosen.time
     if time.step_s is not None and time.tokens_per_s_per_gpu is not None and time.tflops_per_gpu is not None:
         mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""

@@ -53,7 +53,7 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
         from clustertrain.report.runs import text
         from clustertrain.report.terminal import make_console
 
-        text.show(found, make_console())
+        text.show(found, make_console(rows=True))
 
 
 @runs.command()

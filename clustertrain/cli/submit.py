@@ -3,8 +3,10 @@ launch/."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,6 +16,7 @@ from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.launch.request import Count, SubmitRequest
+    from clustertrain.plan.planner import Plan
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -52,7 +55,11 @@ _JOB_OPTIONS = (
 _OTHER_OPTIONS = (
     click.option("--sbatch", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch, passed through."),
     click.option("--set", "assignments", multiple=True, metavar="KEY.PATH=VALUE", help="Change a value."),
-    click.option("--profile", metavar="steps=FIRST:END", help="Profile these steps: a trace, the dearest operations."),
+    click.option(
+        "--profile",
+        metavar="steps=FIRST:END",
+        help="Profile the steps FIRST to END - 1: a trace and the costliest operations, in profiles/ of the run.",
+    ),
     click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
     click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
     click.option("--count-model/--no-count-model", default=None, help="Build model.entry first; default: plan only."),
@@ -101,6 +108,31 @@ def _profiled(text: str) -> str:
     return f'train.profile="{steps}"'
 
 
+def _look_behind(target: str | None, args: tuple[str, ...]) -> None:
+    """All behind a script belongs to it. Who slips shall know, and `submit train.py --dry-run` must not submit, unless
+    the script has such an option."""
+    context = click.get_current_context()
+    ours = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
+    given = [arg.partition("=")[0] for arg in (args[: args.index("--")] if "--" in args else args)]
+    behind = [name for name in dict.fromkeys(given) if name in ours]
+    if "--dry-run" in behind and not _mentions(str(target), "dry.run"):
+        raise UsageError(
+            f"{context.info_name}: --dry-run stands behind {target}, and what stands there belongs to the script",
+            fix=f"clustertrain {context.info_name} --dry-run … {target}",
+        )
+    if behind:
+        verb = "goes" if len(behind) == 1 else "go"
+        words = f"{' and '.join(behind)} {verb} to {target}, being behind it; {context.info_name}'s stand before it"
+        click.echo(f"note: {words}", err=True)
+
+
+def _mentions(script: str, pattern: str) -> bool:
+    try:
+        return re.search(pattern, Path(script).read_text(errors="replace")) is not None
+    except OSError:  # said where the script is looked for
+        return True
+
+
 def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """``count``: whether a model of the user's own is counted where the options do not say it."""
     from clustertrain.launch.request import SubmitRequest
@@ -111,6 +143,7 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
         raise UsageError("--trace-memory traces the model that --no-count-model leaves alone", fix="choose one")
     wanted: Count = "trace" if trace else "yes" if (count if asked is None else asked) else "no"
     target, args = options.pop("target"), options.pop("args")
+    _look_behind(target, args)
     profile = options.pop("profile")
     sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
     rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
@@ -182,13 +215,17 @@ def _dry_run(request: SubmitRequest, as_json: bool) -> int:
     from clustertrain.launch.submit import dry_run
 
     made = dry_run(request)
-    for line in (*made.plan.reasons, *made.notes):
+    for line in (*_training(made.plan), *made.plan.reasons, *made.notes):
         click.echo(line, err=True)
     if as_json:
         print_json({"script": made.script, "plan": made.plan})
     else:
         click.echo(made.script, nl=False)
     return 0
+
+
+def _training(plan: Plan) -> list[str]:
+    return [f"{what}: {words}" for what, words in plan.training.items()]
 
 
 def submit_swept(
@@ -238,7 +275,7 @@ def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | No
         return 0
     first, _ = made.runs[0]
     lines = [f"run {n}: {words(values)}" for n, (_, values) in enumerate(made.runs)]
-    for line in (*lines, *first.plan.reasons, *made.notes):
+    for line in (*lines, *_training(first.plan), *first.plan.reasons, *made.notes):
         click.echo(line, err=True)
     click.echo(f"{made.script}\n# Run 0:\n\n{first.script}" if made.script else first.script, nl=False)
     return 0

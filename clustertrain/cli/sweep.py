@@ -35,12 +35,22 @@ class SweepCommand(TargetCommand, WithVerbs):
 def sweep(grid: tuple[str, ...], at_once: int | None, dry_run: bool, wait: bool, **options: Any) -> int:
     """Submit a run for each point of a grid, as one job array; `sweep show` has the results.
 
-    RECIPE.toml and SCRIPT.py are as `submit` takes them, and so are all its options.
+    RECIPE.toml and SCRIPT.py are as `submit` takes them, and so are all its options; before SCRIPT.py, since all after
+    it belongs to the script.
     """
     if not grid:
-        raise UsageError("sweep: no --grid", fix="name a key and its values, as --grid optim.lr=1e-4,3e-4,1e-3")
+        raise _no_grid(options["target"], options["args"])
     as_json = options["as_json"]
     return submit_swept(request_of(options), grid, at_once, as_json, dry_run=dry_run, wait=wait, option="--grid")
+
+
+def _no_grid(target: str | None, args: tuple[str, ...]) -> UsageError:
+    if any(arg.partition("=")[0] == "--grid" for arg in args):
+        return UsageError(
+            f"sweep: --grid stands behind {target}, and what stands there belongs to the script",
+            fix=f"clustertrain sweep --grid … {target}",
+        )
+    return UsageError("sweep: no --grid", fix="name a key and its values, as --grid optim.lr=1e-4,3e-4,1e-3")
 
 
 @click.command()
@@ -63,12 +73,12 @@ def show(name: str, watch: bool, as_json: bool) -> int:
         if as_json:
             print_json(reader.read())
             return 0
-        console = make_console()
+        console = make_console(rows=True)
         if watch and not console.is_terminal:
             raise UsageError("--watch needs a terminal", fix="use `clustertrain wait` and `sweep show`, or --json")
         if watch:
             return _watch(reader, console)
-        emit(console, *render(reader.read(), glyphs(console)))
+        emit(console, *render(reader.read(), console.width, glyphs(console)))
     return 0
 
 
@@ -104,7 +114,7 @@ def _watch(reader: Any, console: Any) -> int:
         with Live(console=console, auto_refresh=False) as screen:
             while True:
                 found = reader.read()
-                screen.update(Group(*render(found, glyphs(console))), refresh=True)
+                screen.update(Group(*render(found, console.width, glyphs(console))), refresh=True)
                 if found.final:
                     return 0
                 clock.sleep(WATCH_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,10 +17,14 @@ _WIDTH, _TALL, _LEFT, _BELOW, _EDGE = 720, 300, 70, 60, 20  # of a curve in a fi
 ABOVE = 0.25  # of the range of what is not above the first value, which is shown of what is
 
 
-def check_name(path: Path) -> None:
-    """Raises UsageError for a name that says neither SVG nor HTML."""
+def check_path(path: Path) -> None:
+    """Raises UsageError for a name that says neither SVG nor HTML, and for a folder that cannot be written to."""
     if path.suffix not in (".svg", ".html"):
         raise UsageError(f"--plot {path}: {path.suffix or 'no ending'}", fix="name a file *.html or *.svg")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}", fix="make it, or name another one")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--plot {path}: {path.parent} is not writable", fix="name a file in a folder of yours")
 
 
 def in_characters(plot: Plot, width: int, *, dot: str = "•", line: str = "─", side: str = "│") -> list[str]:

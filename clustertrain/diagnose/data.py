@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -16,6 +17,8 @@ from clustertrain.diagnose.names import Finding, Verdict, worst
 from clustertrain.diagnose.subject import Subject, classes_of, on, output_of
 from clustertrain.diagnose.telling import Tell
 from clustertrain.train import order
+from clustertrain.train.data_told import lengths_of, padding_of, words_of_documents
+from clustertrain.train.samples import listed
 
 SAMPLES = 1024  # looked at; in the run's order, so from all over the data
 IN_A_ROW = 1024  # neighbours in the data set, whose labels may have slipped
@@ -58,7 +61,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
     labelled = subject.recipe.objective_kind != "nt-xent"  # its targets only number the samples
     one_answer = labelled and not subject.recipe.is_text  # the same words may go on in several ways
     notes = [
-        *of_values(seen, one_answer=one_answer),
+        *of_values(seen, dataset, one_answer=one_answer),
         *of_labels(seen, classes, subject),
         *_of_validation(what, seen),
     ]
@@ -67,6 +70,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
     verdict = worst(v for v, _, _ in notes)
     told = [n for n in notes if n[0] == verdict]
     shown = [(f"sample {n}", words_of(dataset[n], subject)) for n in numbers[:SHOWN]]
+    lengths, padding = lengths_of(dataset), padding_of(dataset)
     evidence: dict[str, Any] = {
         "samples": size,
         "looked_at": len(numbers),
@@ -76,12 +80,16 @@ def check(subject: Subject, tell: Tell) -> Finding:
         "classes": classes,
         "labels": dict(sorted(_histogram(seen).items())) if labelled else {},
         "shown": dict(shown),
+        "lengths": msgspec.to_builtins(lengths),
+        "padding": padding,
         **evidence_of_pairs,
     }
     rows = [("samples", f"{size:,}, {len(numbers):,} looked at, {seen.duplicates} of them duplicates"), *shown]
     rows += [("shapes", "; ".join(f"{s} ({n})" if len(seen.shapes) > 1 else s for s, n in seen.shapes.items()))]
     if evidence["labels"]:
         rows.append(("labels", _labels_in_words(evidence["labels"], classes)))
+    if documents := words_of_documents(lengths, padding):
+        rows.append(("documents", ", ".join(documents)))
     text = "; ".join(t for _, t, _ in told) or f"{len(numbers):,} samples are sound"
     fix = "; ".join(f for _, _, f in told if f)
     return Finding(check="data", verdict=verdict, text=text, fix=fix, evidence=evidence, rows=rows)
@@ -89,9 +97,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
 
 def look_at(seen: Seen, number: int, sample: Any) -> None:
     """Add one sample, a pair (inputs, target)."""
-    inputs, target = (
-        (sample[0], sample[1]) if isinstance(sample, (tuple, list)) and len(sample) == 2 else (sample, None)
-    )
+    inputs, target = _pair(sample)
     found = _all(inputs)
     key = xxhash.xxh3_64_hexdigest(b"".join(_bytes(t) for t in found))
     seen.hashes[key] += 1
@@ -147,11 +153,11 @@ def _classes(subject: Subject, dataset: Any) -> int | None:
         return classes_of(output_of(t, batch), batch[1])
 
 
-def of_values(seen: Seen, *, one_answer: bool = True) -> list[Note]:
+def of_values(seen: Seen, dataset: Any, *, one_answer: bool = True) -> list[Note]:
     """``one_answer``: inputs have one right target."""
     notes: list[Note] = []
     if seen.not_finite:
-        text = f"{len(seen.not_finite)} samples are not finite, the first is number {seen.not_finite[0]}"
+        text = f"{len(seen.not_finite)} samples are not finite: {listed(dataset, seen.not_finite)}"
         notes.append(("fail", text, "remove them, or see what divides by 0 when they are made"))
     if len(seen.hashes) == 1 and len(seen.numbers) > 1:
         notes.append(("fail", "all samples have the same inputs", "see what the data set does with its index"))
@@ -258,9 +264,7 @@ def of_slip(found: alignment.Agreement) -> list[Note]:
 
 def words_of(sample: Any, subject: Subject) -> str:
     """One sample in a line: text as text, numbers by their range."""
-    inputs, target = (
-        (sample[0], sample[1]) if isinstance(sample, (tuple, list)) and len(sample) == 2 else (sample, None)
-    )
+    inputs, target = _pair(sample)
     of_bytes = subject.recipe.data_kind in ("text", "pairs") and subject.recipe.model.vocab_size == 256
     words = ", ".join(_words(t, of_bytes) for t in _all(inputs))
     return f"{words} -> {', '.join(_words(t, of_bytes) for t in _all(target))}" if target is not None else words

@@ -17,8 +17,8 @@ from clustertrain import proc
 from clustertrain.agent import scratch
 from clustertrain.diagnose.names import Finding, Verdict, overall
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
+from clustertrain.launch import data
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
-from clustertrain.launch.submit import check_data
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.recipe import CheckpointSpec, Recipe, RehearsalSpec
@@ -61,7 +61,7 @@ def request(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] 
             fix="write a recipe with model.entry and data.entry for the script's model and data",
         )
     found = prepare(SubmitRequest(target=recipe, job=_ALONE, assignments=(*assignments, *_PLAIN), environ=environ))
-    check_data(found)
+    data.check(found)
     return found
 
 

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain.errors import ConfigError
 from clustertrain.launch import snapshot
 
 
-def of_entry(entry: str, folders: Iterable[Path]) -> Path | None:
-    """The file or folder of the package that ``entry`` (``package.module:function``) names, in one of ``folders``, at
-    the root of its repository or in the root's ``src``, in that order. None: it is an installed one, as far as is
-    known."""
-    name = entry.partition(":")[0].partition(".")[0]
+def around(folders: Iterable[Path]) -> list[Path]:
+    """Where the user's code is looked for: each of ``folders``, the root of its repository and the root's ``src``."""
+    found: list[Path] = []
     for folder in folders:
         root = snapshot.toplevel(folder)
-        places = [folder] if root is None else [folder, root, root / "src"]
-        for place in places:
-            module, package = place / f"{name}.py", place / name
-            if module.is_file() or package.is_dir():
-                return package if package.is_dir() else module
+        found += [folder] if root is None else [folder, root, root / "src"]
+    return list(dict.fromkeys(found))
+
+
+def of_entry(entry: str, places: Iterable[Path]) -> Path | None:
+    """The file or folder of the package that ``entry`` (``package.module:function``) names, in the first of ``places``
+    that has one. None: it is an installed one, as far as is known."""
+    name = entry.partition(":")[0].partition(".")[0]
+    for place in places:
+        module, package = place / f"{name}.py", place / name
+        if module.is_file() or package.is_dir():
+            return package if package.is_dir() else module
     return None
 
 
-def of_entries(entries: Mapping[str, str], folders: Iterable[Path]) -> Path | None:
+def of_entries(entries: Mapping[str, str], places: Sequence[Path]) -> Path | None:
     """:func:`of_entry` of several, by the keys of the recipe: the one beside which Python finds the others too.
 
     Raises:
         ConfigError: they do not lie where one snapshot has them all.
     """
-    places = list(folders)
     found = {key: path for key, entry in entries.items() if entry and (path := of_entry(entry, places)) is not None}
     for path in found.values():
         root, package = place(path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,15 @@ from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
 from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec import cluster, presets
+from clustertrain.spec import cluster, in_use, presets
+from clustertrain.spec.agreement import check_contract
 from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.in_use import Only
 from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.script_keys import of_trainer
 from clustertrain.spec.strict import assigned, build, read_toml, set_dotted, value_of
+from clustertrain.spec.walk import parts_of, type_at
 
 Count = Literal["no", "yes", "trace"]
 _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
@@ -51,7 +56,8 @@ class SubmitRequest:
 @dataclass(frozen=True)
 class Prepared:
     """A request that is complete and checked. Until the snapshot is taken, ``spec.script.path`` is the user's path.
-    ``code`` is what of the user's code it runs, the script or the package of an entry, and None if nothing."""
+    ``code`` is what of the user's code it runs, the script or the package of an entry, and None if nothing;
+    ``searched`` is where entries were looked for, ``unread`` what was typed and the run does not go by."""
 
     spec: RunSpec
     profile: ClusterProfile
@@ -59,6 +65,8 @@ class Prepared:
     backend: Backend
     python: str
     code: Path | None = None
+    searched: tuple[Path, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,21 +74,31 @@ class _RecipeFile(Recipe, frozen=True, forbid_unknown_fields=True, kw_only=True)
     env: dict[str, str] = {}  # noqa: RUF012 - msgspec copies an empty default
 
 
+def counts(key: str) -> bool:
+    """Whether a recipe has whole numbers at ``key``."""
+    return type_at(_RecipeFile, parts_of(key)) in (int, int | str)
+
+
 def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     """Merge, check and plan. ``known`` is a backend that was chosen before, so that it need not be looked for again.
 
     Raises:
         UsageError: the target does not exist; a value is not UTF-8.
-        ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide; a model of the
-            user's own that cannot be built, where it is counted.
+        ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide; a key that a script
+            or the run does not read; a model of the user's own that cannot be built, where it is counted.
     """
-    document, script, name = _read_target(request)
-    for path, text in map(assigned, request.assignments):
-        set_dotted(document, path, value_of(text))
-    for path, value in request.swept.items():
+    file, script, name = read_target(request)
+    typed: dict[str, Any] = {}
+    document = copy.deepcopy(file)
+    for path, value in _typed(request):
         set_dotted(document, path, value)
+        set_dotted(typed, path, copy.deepcopy(value))
     source = request.target if not script and request.target else "--set"
+    if script is not None:
+        _refuse_what_no_script_reads(document, Path(script.path).name)
     asked = build(presets.filled(document), _RecipeFile, source)
+    unread = in_use.unread(document, asked)
+    _refuse_unread(request, unread, file, typed, asked)
     recipe_job = document.get("job", {})
     profile = cluster.load(request.job.get("cluster") or asked.job.cluster, request.environ)
     job = _merge_job(profile, recipe_job, request.job)
@@ -94,23 +112,69 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     checks.of_fp16(asked.train.precision, device, job.device)
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
     recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
+    if script is None:
+        check_contract(recipe, source)
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)
+    _refuse_late_profile(spec)
     if recipe.rehearsal.preempt_at_steps and backend.name != "local":
         raise ConfigError(
             "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
             fix="use --backend local, or leave the table out",
         )
+    searched = _searched(request, recipe)
     prepared = Prepared(
         spec=spec,
         profile=profile,
         plan=plan(spec, profile, device, taken=request.environ.keys()),
         backend=backend,
         python=profile.python or sys.executable,
-        code=_code(request, script, recipe),
+        code=Path(script.path) if script is not None else code.of_entries(_entries(recipe), searched),
+        searched=searched,
+        unread=tuple(key for key, _ in in_use.written(typed) if key in unread),
     )
-    return _count(request, prepared)
+    return _noted(_count(request, prepared), in_use.notes(unread, recipe))
+
+
+def _typed(request: SubmitRequest) -> list[tuple[str, Any]]:
+    """What stands on the command line, by its path."""
+    return [
+        *((path, value_of(text, path)) for path, text in map(assigned, request.assignments)),
+        *request.swept.items(),
+    ]
+
+
+def _refuse_unread(
+    request: SubmitRequest, unread: Mapping[str, Only], file: dict[str, Any], typed: Mapping[str, Any], asked: Recipe
+) -> None:
+    """Who types a value may make keys of the file idle on purpose. Of a sweep's runs another one may go by the key.
+
+    Raises:
+        ConfigError: the file does not go by a key of its own, or a single run not by one that was typed.
+    """
+    by_hand = dict(in_use.written(typed))
+    wrong = {key: only for key, only in unread.items() if key not in by_hand}
+    alone = _alone(file, request.target) if by_hand else asked
+    if alone is not None:
+        in_use.refuse({k: only for k, only in wrong.items() if in_use.why_not(alone, k)}, asked, request.target)
+    if not request.swept:
+        in_use.refuse({key: only for key, only in unread.items() if key in by_hand}, asked, "--set")
+
+
+def _alone(file: dict[str, Any], source: str) -> Recipe | None:
+    """The file's own recipe; None where it is none without what is typed."""
+    try:
+        return build(presets.filled(file), _RecipeFile, source)
+    except ConfigError:
+        return None
+
+
+def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
+    """With ``notes`` among the warnings of its plan."""
+    made = prepared.plan
+    chosen = msgspec.structs.replace(made, reasons=(*made.reasons, *notes), warnings=(*made.warnings, *notes))
+    return dataclasses.replace(prepared, plan=chosen)
 
 
 def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
@@ -125,13 +189,23 @@ def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
     try:
         found = counting.count(spec, chosen, prepared.python, prepared.code, request.environ, trace=trace)
     except counting.NotCounted as e:
-        note = f"the model could not be counted here: {e.message}"
-        chosen = msgspec.structs.replace(
-            chosen, reasons=(*chosen.reasons, note), warnings=(*chosen.warnings, note)
-        )  # fmt: skip
-    else:
-        chosen = plan(spec, prepared.profile, chosen.device, taken=request.environ.keys(), counted=found)
+        return _noted(prepared, [f"the model could not be counted here: {e.message}"])
+    chosen = plan(spec, prepared.profile, chosen.device, taken=request.environ.keys(), counted=found)
     return dataclasses.replace(prepared, plan=chosen)
+
+
+def _refuse_what_no_script_reads(document: Mapping[str, Any], script: str, above: str = "") -> None:
+    """Such a value would be written down and compared, and change nothing."""
+    for name, value in document.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            _refuse_what_no_script_reads(value, script, f"{key}.")
+        elif of_trainer(key):
+            raise ConfigError(
+                f"{key} has no effect on {script}, which has its own model, data, optimizer and loop",
+                fix=f"hand the value to the script: as an argument behind {script}, or with --env NAME=VALUE (in a "
+                "sweep --grid env.NAME=VALUE,VALUE)",
+            )
 
 
 def _with_absolute_data(recipe: Recipe, cwd: Path) -> Recipe:
@@ -149,12 +223,26 @@ def _refuse_other_encodings(spec: RunSpec) -> None:
         raise UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?") from e
 
 
-def _code(request: SubmitRequest, script: ScriptSpec | None, recipe: Recipe) -> Path | None:
-    if script is not None:
-        return Path(script.path)
+def _refuse_late_profile(spec: RunSpec) -> None:
+    """A script has steps of its own."""
+    steps, profiled = spec.recipe.train.steps, spec.recipe.profiled_steps
+    if spec.script is None and profiled and profiled[0] >= steps:
+        raise ConfigError(
+            f"train.profile = {spec.recipe.train.profile!r} begins behind the last of train.steps = {steps}",
+            fix="name earlier steps, as --profile steps=10:20",
+        )
+
+
+def _entries(recipe: Recipe) -> dict[str, str]:
+    return {"model.entry": recipe.model.entry, "data.entry": recipe.data.entry}
+
+
+def _searched(request: SubmitRequest, recipe: Recipe) -> tuple[Path, ...]:
+    """Where the user's code is, if the recipe names any."""
+    if not any(_entries(recipe).values()):
+        return ()
     beside = [(request.cwd / request.target).parent] if request.target else []
-    entries = {"model.entry": recipe.model.entry, "data.entry": recipe.data.entry}
-    return code.of_entries(entries, [*beside, request.cwd])
+    return tuple(code.around([*beside, request.cwd]))
 
 
 def script_note(prepared: Prepared) -> str | None:
@@ -170,8 +258,13 @@ def script_note(prepared: Prepared) -> str | None:
     return scripts.check(prepared.plan.layout, prepared.plan.precision, source, Path(script.path).name)
 
 
-def _read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | None, str]:
-    """The recipe's document, the script if it is one, and a name for the run."""
+def read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | None, str]:
+    """The recipe's document, the script if it is one, and a name for the run.
+
+    Raises:
+        UsageError: there is no such file, or it takes no arguments.
+        ConfigError: the recipe is not TOML.
+    """
     if not request.target:
         return {}, None, "default"
     path = request.cwd / request.target

@@ -66,6 +66,12 @@ def root_of(script: Path) -> Path:
     return toplevel(script.parent.resolve()) or script.parent.resolve()
 
 
+def ignored(path: Path) -> bool:
+    """Whether git leaves ``path`` out, and so a snapshot that is not taken for this file itself."""
+    root = toplevel(path.parent.resolve())
+    return root is not None and proc.run(["git", "-C", root, "check-ignore", "-q", path], check=False).returncode == 0
+
+
 def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Path | None = None) -> Snapshot:
     """Copy the code around ``script`` to the folder ``target``, which must not exist.
 

@@ -15,7 +15,7 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
-from clustertrain.launch import alerting, code, extras, filesystem, record, render, snapshot, trackers
+from clustertrain.launch import alerting, code, data, entries, extras, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -24,9 +24,8 @@ from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import hash_of
-from clustertrain.spec import places, shards
+from clustertrain.spec import places
 from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -112,51 +111,15 @@ def check(prepared: Prepared) -> list[str]:
     found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
-    found += [check_data(prepared), _crowding(prepared), script_note(prepared)]
+    found += [data.check(prepared), _crowding(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
     if prepared.spec.script is None:
         extras.check(prepared.spec.recipe, prepared.python)
+        found += entries.check(prepared)
     environ = {**os.environ, **prepared.spec.env}
     found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     return [note for note in found if note]
-
-
-def check_data(prepared: Prepared) -> str | None:
-    """A note where the data is not here: on a cluster it may be on the nodes' own disks.
-
-    Raises:
-        ConfigError: this machine would train on it.
-    """
-    recipe = prepared.spec.recipe
-    if prepared.spec.script is not None:
-        return None
-    for key, path in (("path", recipe.data_path), ("validation_path", recipe.validation_path)):
-        if path is None:
-            continue
-        if path.exists():
-            if recipe.data_kind == "tokens":
-                _check_shards(path, recipe)
-            continue
-        if prepared.backend.name == "local":
-            raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="give one that is there")
-        return f"data.{key} = {str(path)!r} is not there on this machine; every node of the job must see it"
-    return None
-
-
-def _check_shards(folder: Path, recipe: Recipe) -> None:
-    """Raises ConfigError for what its index tells already; nothing of the shards is read."""
-    index = shards.read_index(folder)
-    if not recipe.model.entry:
-        shards.check_vocabulary(folder, index, recipe.model.vocab_size)
-    counts = [shard.tokens for shard in index.shards]
-    known = [n for n in counts if n is not None]
-    if not recipe.data.pack and len(known) == len(counts) and sum(known) <= recipe.data.seq_len:
-        raise ConfigError(
-            f"data.path = {str(folder)!r}: {sum(known)} tokens are less than one sample of data.seq_len = "
-            f"{recipe.data.seq_len} and the token after it",
-            fix="lower data.seq_len or give more text",
-        )
 
 
 def _check_places(prepared: Prepared) -> str | None:

@@ -19,11 +19,12 @@ from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from clustertrain.launch import render, submit
 from clustertrain.launch.backend import ArraySubmission
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare, read_target
 from clustertrain.launch.submit import DryRun, Submitted
 from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.strict import assigned, value_of
+from clustertrain.spec import in_use
+from clustertrain.spec.strict import ENVIRONMENT, assigned, value_of
 
 OPTION, LOG = "--sweep", "log:"
 MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
@@ -74,7 +75,7 @@ def product(given: Sequence[str], assignments: Iterable[str], option: str = OPTI
         key, text = assigned(one, option)
         if key in taken or key in axes:
             raise UsageError(f"{option} {one}: {key} is given twice", fix=f"give all its values in one {option}")
-        axes[key] = _values(f"{option} {one}", text.strip())
+        axes[key] = _values(f"{option} {one}", key, text.strip())
     sizes = [len(values) for values in axes.values()]
     if math.prod(sizes) > MOST_RUNS:
         raise UsageError(
@@ -85,7 +86,7 @@ def product(given: Sequence[str], assignments: Iterable[str], option: str = OPTI
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def _values(given: str, text: str) -> list[Any]:
+def _values(given: str, key: str, text: str) -> list[Any]:
     values: Any
     if text.startswith("["):
         values = value_of(text)
@@ -93,13 +94,17 @@ def _values(given: str, text: str) -> list[Any]:
             raise UsageError(f"{given}: not a list in TOML", fix='write it as key=["a,b", "c"]')
     elif text.startswith(LOG):
         values = _log_spaced(given, text)
+        if counts(key):
+            values = list(dict.fromkeys(map(round, values)))
     else:
         items = [item.strip() for item in text.split(",")]
         if "" in items:
             raise UsageError(f"{given}: an empty value", fix='write it as key=value,value or key=["", "value"]')
-        values = [value_of(item) for item in items]
+        values = [value_of(item, key) for item in items]
     if not values:
         raise UsageError(f"{given}: no value")
+    if key.startswith(ENVIRONMENT):
+        values = [str(value) for value in values]
     for n, value in enumerate(values):
         if value in values[:n]:
             raise UsageError(f"{given}: {value!r} is given twice", fix="leave one of them out")
@@ -180,6 +185,7 @@ def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple
     """All runs, checked one by one and against each other; and warnings."""
     tasks: list[Task] = []
     notes: list[str] = []
+    read_target(request)  # what is wrong with the file is not of the first run's values
     for values in product(given, request.assignments, option):
         try:
             prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None)
@@ -188,9 +194,19 @@ def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple
             raise type(e)(f"with {words(values)}: {e.message}", fix=e.fix) from e
         tasks.append(Task(prepared, values))
     first = tasks[0].prepared
+    _refuse_unread(tasks)
     _refuse_equal(tasks, option)
     _refuse_other_resources(tasks, option)
     return tasks, [*dict.fromkeys(notes), *first.backend.advice(first.spec.job.partition)]
+
+
+def _refuse_unread(tasks: Sequence[Task]) -> None:
+    """Values that were typed and that no run goes by."""
+    first = tasks[0].prepared.spec
+    typed = {key for task in tasks for key in task.prepared.unread}
+    idle = sorted(key for key in typed if not any(in_use.in_use(task.prepared.spec, key) for task in tasks))
+    found = {key: only for key in idle if (only := in_use.why_not(first.recipe, key)) is not None}
+    in_use.refuse(found, first.recipe, "in every run of the sweep")
 
 
 def _refuse_equal(tasks: Sequence[Task], option: str) -> None:

@@ -188,9 +188,11 @@ def activation_bytes(
 
 def logits_bytes(model: Decoder, run: Pass, layout: Layout = SINGLE, stack: Stack = CLUSTERTRAIN) -> int:
     """At the start of a micro-batch's backward pass: the logits in the compute type, and in fp32 their log-softmax and
-    the gradients of the loss before and behind it; fused kernels hold fewer of these at once."""
+    the gradients of the loss before and behind it; fused kernels hold fewer of these at once. What the loss gathers of
+    split logits lives as long as the fp32 ones need it."""
     split = layout.tp if run.parallel.loss_parallel else 1
-    return round(_tokens(run, layout) * model.vocab_size / split * (run.compute_bytes - 2 + stack.logit_bytes))
+    in_loss = (stack.logit_bytes - 2) / (1 if stack.whole_logits else split)
+    return round(_tokens(run, layout) * model.vocab_size * (run.compute_bytes / split + in_loss))
 
 
 def _tokens(run: Pass, layout: Layout) -> float:

@@ -9,7 +9,7 @@ import msgspec
 from clustertrain.plan import batch as batches
 from clustertrain.plan import explain, notes, search, why_chosen
 from clustertrain.plan.given import Given
-from clustertrain.plan.layout import Batch, Layout, Strategy
+from clustertrain.plan.layout import Batch, Layout, Strategy, gib
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.search import Candidate, Found, Problem
 from clustertrain.plan.time import Step
@@ -78,12 +78,12 @@ class Choice:
         limit = self.given.limit_in_words()
         name = replicas.strategy
         if need <= self.given.limit:
-            self._take(replicas, f"{name}: {need:.2f} GiB a rank is within {limit}, and it communicates least")
+            self._take(replicas, f"{name}: {gib(need)} a rank is within {limit}, and it communicates least")
             self.rejected.append(
-                Rejected("fsdp", f"not needed: a replica needs {need:.2f} GiB{explain.fsdp_sends(replicas)}")
+                Rejected("fsdp", f"not needed: a replica needs {gib(need)}{explain.fsdp_sends(replicas)}")
             )
             return
-        why = f"a replica needs {need:.2f} GiB a rank at micro_batch {split.micro_batch}, more than {limit}"
+        why = f"a replica needs {gib(need)} a rank at micro_batch {split.micro_batch}, more than {limit}"
         self.rejected.append(Rejected(name, why))
         over = replicas.gradient_ranks
         self._take(

@@ -44,6 +44,8 @@ def batch(choice: Choice) -> None:
         micro = "asked for"
     elif choice.found is not None:
         micro = "the fastest that fits"
+    elif choice.memory.fits is False:
+        micro = "with which it needs least"
     elif layout.pp > 1:
         micro = f"the largest that divides, fits and leaves {pipeline.enough(layout)} micro-batches, else 1"
     elif choice.given.decoder is None:
@@ -78,20 +80,19 @@ def layout(choice: Choice) -> None:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
         choice.warnings += notes.of_unseen_model(chosen, whose)
     choice.warnings += checks.of_device(given.precision, recipe.parallel, chosen, given.device, given.gpu)
-    if recipe.objective.label_smoothing and chosen.tp > 1 and recipe.parallel.loss_parallel:
-        choice.reasons.append(
-            f"label smoothing with tp {chosen.tp}: each rank gathers the logits of the whole vocabulary for the loss, "
-            "since torch's loss of split logits knows no smoothing; that memory is not in the estimate"
-        )
     if given.spec.script is None:
+        if recipe.objective.label_smoothing and chosen.tp > 1 and recipe.parallel.loss_parallel:
+            counted_too = "in the estimate" if given.decoder is not None else "not estimated"
+            choice.reasons.append(
+                f"label smoothing with tp {chosen.tp}: each rank gathers the logits of the whole vocabulary for the "
+                f"loss, since torch's loss of split logits knows no smoothing; that memory is {counted_too}"
+            )
         reasons, warnings = notes.of_alignment(
             recipe.model, recipe.data, chosen, choice.batch.micro_batch, given.precision, given.device
         )
         choice.reasons += reasons
         choice.warnings += warnings
         choice.warnings += optimizer_state.refuse(recipe.optim, chosen, given.kind, given.device)
-        if given.state is not None:
-            choice.reasons.append(f"optimizer {optimizer_state.words(recipe.optim, given.state, chosen)}")
     choice.warnings += crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from clustertrain.plan import batch as batches
@@ -46,6 +48,7 @@ class Given:
         self.gpu_name = self.gpu.name if self.gpu else ""
         self.state = states.of_decoder(spec.recipe.optim, self.decoder) if self.decoder is not None else None
         stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
+        stack = replace(stack, whole_logits=spec.recipe.objective.label_smoothing > 0)
         self.stack = stacks.updated_by(stack, spec.recipe.optim, self.state) if self.state is not None else stack
 
     def wanted(self) -> tuple[Strategy | None, str]:

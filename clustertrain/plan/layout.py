@@ -24,6 +24,11 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def gib(value: float) -> str:
+    """``31.53 GiB``, ``24.4 MiB``."""
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{1024 * value:.3g} MiB"
+
+
 class Coordinates(NamedTuple):
     """Where a rank stands, outermost dimension first. Neighbouring ranks share a node, so what communicates most is
     innermost."""

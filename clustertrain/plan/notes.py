@@ -7,7 +7,7 @@ from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Precision
+from clustertrain.spec.recipe import ModelSpec, Precision, Recipe
 
 
 def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
@@ -23,13 +23,21 @@ def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
 def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
     """Options that were set and belong to other layouts."""
     sharded, default = layout.fully_sharded, ParallelSpec()
-    for_sharded, for_replicas = ["offload", "prefetch"], ["bucket_mib", "static_graph", "compress_gradients"]
+    for_sharded = ["offload", "prefetch", "defer_reduction"]
+    for_replicas = ["bucket_mib", "static_graph", "compress_gradients"]
     unused = for_replicas if sharded else for_sharded
     if layout.gradient_ranks == 1:
         unused = for_sharded + for_replicas
+    why = dict.fromkeys(unused, _why(layout))
+    for degree, what, names in (
+        (layout.tp, "splits no layers (tp)", ("sequence_parallel", "loss_parallel", "async_tp")),
+        (layout.cp, "splits no sequences (cp)", ("context",)),
+        (layout.pp, "has no stages (pp)", ("schedule", "virtual_stages", "split")),
+    ):
+        why |= dict.fromkeys(names, what) if degree == 1 else {}
     return [
-        f"parallel.{name} has no effect: {layout.words()} {_why(layout)}"
-        for name in unused
+        f"parallel.{name} has no effect: {layout.words()} {what}"
+        for name, what in why.items()
         if getattr(parallel, name) != getattr(default, name)
     ]
 
@@ -103,6 +111,15 @@ def of_alignment(
     ]
     reasons = [f"multiples of {needed} and not of {best}, which {precision} likes better: {', '.join(fair)}{a_rank}"]
     return reasons if fair else [], warnings if bad else []
+
+
+def of_patience(recipe: Recipe) -> list[str]:
+    """Where the run is over before so many evaluations could end it."""
+    asked, every, steps = recipe.evaluation.patience, recipe.evaluate_every, recipe.train.steps
+    if not asked or not recipe.data.validates or asked * every < steps:
+        return []
+    there = counted(-(-steps // every), "evaluation")
+    return [f"evaluation.patience = {asked} never ends the run, which has {there}, the last one at its end"]
 
 
 def of_budget(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:

@@ -146,10 +146,12 @@ def refuse(spec: OptimSpec, layout: Layout, kind: str, device: str) -> list[str]
     return found
 
 
-def words(spec: OptimSpec, state: State, layout: Layout) -> str:
-    """For the reasons of a plan."""
-    parts = [f"{spec.name}: {state.bytes:.3g} bytes of state a parameter"]
-    if state.trained < 1:
+def words(spec: OptimSpec, layout: Layout, state: State | None, *, text: bool) -> str:
+    """``state``: where it is known. ``text``: the model reads tokens."""
+    parts = [f"{spec.name}{_constants(spec, text=text)}"]
+    if state is not None:
+        parts.append(f"{state.bytes:.3g} bytes of state a parameter")
+    if state is not None and state.trained < 1:
         parts.append(f"{state.trained:.0%} of the parameters are trained")
     if spec.name in OF_MATRICES:
         parts.append("for the hidden matrices, adamw for the rest")
@@ -165,6 +167,13 @@ def words(spec: OptimSpec, state: State, layout: Layout) -> str:
     parts += [f"frozen: {', '.join(spec.freeze)}"] if spec.freeze else []
     parts += [f"frozen until step {u.step}: {', '.join(u.modules)}" for u in spec.unfreeze]
     return "; ".join(parts)
+
+
+def _constants(spec: OptimSpec, *, text: bool) -> str:
+    momentum = f": momentum {spec.momentum_in_use:g}" + ", nesterov" * (spec.nesterov and spec.name == "sgd")
+    betas = "betas {:g} and {:g}".format(*spec.betas_for(text=text))
+    own = {"sgd": momentum, "lars": momentum, "muon": f"{momentum}, {betas}", "adafactor": ""}
+    return own.get(spec.name, f": {betas}")
 
 
 def gathers(spec: OptimSpec, layout: Layout) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl, notes, pipeline, why_chosen
+from clustertrain.plan import nccl, notes, pipeline, training, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.given import Given
@@ -58,6 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     time: Time
     nccl: dict[str, Setting]
     env: dict[str, Setting]
+    training: dict[str, str]  # in words: model, objective, optimizer, schedule, clipping, evaluation; or script
     signal_lead_s: int  # how long before the time limit Slurm warns
     grace_s: float | None  # how long after the warning of a preemption the kill comes; None: not known
     reasons: tuple[str, ...] = ()
@@ -104,6 +105,7 @@ def plan(
     if spec.script is None:
         recipe = spec.recipe
         choice.warnings += notes.of_budget(recipe.contract, time.step_s, recipe.train.steps, given.world)
+        choice.warnings += notes.of_patience(recipe)
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,
@@ -119,6 +121,7 @@ def plan(
             device, fabric, names, profile.node if job.backend != "local" and job.nodes > 1 else None
         ),
         env=nccl.process(device, job.cpus_per_gpu, job.gpus, names),
+        training=training.words(spec, choice.layout, given.state),
         signal_lead_s=lead_s,
         grace_s=spec.recipe.rehearsal.grace_s if job.backend == "local" else profile.grace_s,
         reasons=(*choice.reasons, *choice.warnings),

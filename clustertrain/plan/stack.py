@@ -45,6 +45,7 @@ class Stack:
     repeats_kv: bool = False  # grouped keys and values are kept as one a head
     fused_mlp: bool = False  # SwiGLU's activation is redone in the backward pass instead of kept
     keeps_fp8: bool = False  # in 8 bit the inputs of linear layers are kept in 8 bit
+    whole_logits: bool = False  # its loss takes those of the whole vocabulary, which tensor parallel then gathers
     regathers: bool = False  # sequence parallel keeps the split tensor and gathers it again (arXiv 2205.05198, 4.2.2)
     sequence_parallel: bool = True
     distributed_optimizer: bool = False  # also where its tables say DDP

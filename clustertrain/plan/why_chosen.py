@@ -11,7 +11,7 @@ import msgspec
 
 from clustertrain.plan import search
 from clustertrain.plan.batch import nearest
-from clustertrain.plan.layout import amount, counted
+from clustertrain.plan.layout import amount, counted, gib
 from clustertrain.plan.memory import GIB
 from clustertrain.plan.search import (
     FAMILIES,
@@ -26,16 +26,17 @@ from clustertrain.plan.search import (
 )
 
 MUCH_HOST_GIB = 1500.0  # of a node with two terabytes
+_SHOWN = 0.0005  # what is not 0.0%
 LARGEST_CLUSTER = 16_384  # GPUs, of the largest published runs: where the search for a number that fits ends
 
 
 def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
     """Sentences on the best candidate: the first says what it is and how fast."""
     what = asked or best.layout.words()
-    said = [f"{what}: {amount(best.step_s)} s a step predicted, {best.peak_gib:.1f} GiB a rank on {gpu}"]
+    said = [f"{what}: {amount(best.step_s)} s a step predicted, {gib(best.peak_gib)} a rank on {gpu}"]
     fastest = min(found.fitting, key=lambda c: c.step_s)
-    if fastest.step_s < best.step_s and search.kinds(fastest.layout) != search.kinds(best.layout):
-        gain = best.step_s / fastest.step_s - 1
+    gain = best.step_s / fastest.step_s - 1
+    if gain >= _SHOWN and search.kinds(fastest.layout) != search.kinds(best.layout):
         said.append(
             f"{brief(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn {SIMPLER:.0%}, "
             "since the prediction is not better than that and the simpler layout is easier to run"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report import notes, status, terminal
+from clustertrain.report.runs.text import said
 from clustertrain.report.terminal import Glyphs
 from clustertrain.telemetry.analysis.comparison import FIGURES, Comparison, Figure, Side
 from clustertrain.telemetry.summary import Note
@@ -164,14 +164,8 @@ def _settings(found: Comparison, signs: Glyphs) -> list[RenderableType]:
     for title in ("Settings that differ", "A", "B"):
         table.add_column(title, overflow="fold")
     for setting in found.settings:
-        table.add_row(setting.key, _value(setting.a, signs), _value(setting.b, signs))
+        table.add_row(setting.key, said(setting.a, signs.dash), said(setting.b, signs.dash))
     return [table]
-
-
-def _value(value: Any, signs: Glyphs) -> str:
-    if value is None or value in ("", []):
-        return signs.dash
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _notes(title: str, only: list[Note]) -> list[RenderableType]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
+from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run import attempts, documents
 from clustertrain.run.contract import Slice, Standing
@@ -65,7 +66,7 @@ def steps_of(seen: Look) -> str:
     return f"{seen.step}/{seen.total_steps}" if seen.total_steps else str(seen.step)
 
 
-def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
+def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row("run", Text(seen.run.id, style="bold"))
     head.add_row("state", styled(seen.state))
@@ -88,7 +89,7 @@ def render(seen: Look, prediction: Prediction, signs: Glyphs) -> RenderableType:
     for title, words in contract_rows(seen.contract):
         head.add_row(title, Text(words, overflow="fold"))
     head.add_row("folder", Text(str(seen.run.path), overflow="fold"))
-    parts = [head, _attempts(seen), *predicted(prediction, signs), goodput(seen.goodput, signs)]
+    parts = [head, _attempts(seen, width), *predicted(prediction, signs), goodput(seen.goodput, signs)]
     return Group(*[line for part in parts for line in (part, Text())][:-1])
 
 
@@ -99,7 +100,7 @@ def contract_rows(found: Standing | None) -> list[tuple[str, str]]:
     rows = [("task", ", ".join(w for w in (found.task, found.target) if w))]
     if found.value is not None:
         best = "no best yet" if found.best is None else f"best {found.best:.6g} at step {found.best_step}"
-        rows.append(("judged by", f"{found.metric}: {best}; {found.value:.6g} at step {found.step}"))
+        rows.append(("judged by", f"{found.metric}: {best}, last {found.value:.6g} at step {found.step}"))
     elif found.metric.startswith(PREFIX):
         rows.append(("judged by", f"{found.metric}, not evaluated yet"))
     rows.append(("slices", "; ".join(_slice(name, s) for name, s in found.slices.items())))
@@ -127,25 +128,26 @@ def _layout_of(run: RunDir) -> str:
         return "-"
 
 
-def _attempts(seen: Look) -> RenderableType:
+def _step(step: int | None) -> str:
+    return "-" if step is None else str(step)
+
+
+def _attempts(seen: Look, width: int) -> RenderableType:
     if not seen.history:
         return Text("no attempt has started yet")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("attempt", "job", "nodes"):
-        table.add_column(name, no_wrap=name != "nodes", overflow="fold")
-    table.add_column("started", no_wrap=True)
-    table.add_column("ran", justify="right", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("ending", no_wrap=True)
-    now = time.time()
-    for a in seen.history:
-        ran = duration((a.end or now) - a.start) if a.start else "-"
-        steps = (
-            f"{a.first_step if a.first_step is not None else '-'} to {a.last_step if a.last_step is not None else '-'}"
-        )
-        nodes = f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 1 else "".join(a.nodes)
-        ending = styled(seen.state_of(a))
-        table.add_row(str(a.n), a.job_id, nodes, local_time(a.start), ran, steps, ending)
+    now, history = time.time(), seen.history
+    columns = [
+        Column("attempt", [str(a.n) for a in history]),
+        Column("job", [a.job_id for a in history]),
+        Column(
+            "nodes", [f"{a.nodes[0]} +{len(a.nodes) - 1}" if len(a.nodes) > 1 else "".join(a.nodes) for a in history]
+        ),
+        Column("started", [local_time(a.start) for a in history]),
+        Column("ran", [duration((a.end or now) - a.start) if a.start else "-" for a in history], right=True),
+        Column("steps", [f"{_step(a.first_step)} to {_step(a.last_step)}" for a in history], right=True),
+        Column("ending", [styled(seen.state_of(a)) for a in history]),
+    ]
+    table = fitted(columns, width, dropped=("ran", "nodes", "started"))
     # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
     reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]
     return Group(table, *([Text(), *reasons] if reasons else []))
@@ -230,28 +232,17 @@ def to_the_second(seconds: int) -> str:
     return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
-def runs_table(looks: Sequence[Look]) -> RenderableType:
+def runs_table(looks: Sequence[Look], width: int) -> RenderableType:
     if not looks:
         return Text("no runs yet: start one with `clustertrain submit`")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("run", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("job", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("attempts", justify="right")
-    table.add_column("started", no_wrap=True)
-    table.add_column("recipe", no_wrap=True)
-    for x in looks:
-        started = next((a.start for a in x.history if a.start), None)
-        recipe = recipe_hash(x.run)[:RECIPE_DIGITS]
-        row = (
-            x.run.id,
-            styled(x.state),
-            x.job_id or "-",
-            steps_of(x),
-            str(len(x.history)),
-            local_time(started),
-            recipe,
-        )
-        table.add_row(*row)
-    return table
+    started = [next((a.start for a in x.history if a.start), None) for x in looks]
+    columns = [
+        Column("run", [x.run.id for x in looks]),
+        Column("state", [styled(x.state) for x in looks]),
+        Column("job", [x.job_id or "-" for x in looks]),
+        Column("step", [steps_of(x) for x in looks], right=True),
+        Column("attempts", [str(len(x.history)) for x in looks], right=True),
+        Column("started", [local_time(t) for t in started]),
+        Column("recipe", [recipe_hash(x.run)[:RECIPE_DIGITS] for x in looks]),
+    ]
+    return fitted(columns, width, dropped=("attempts", "started", "job", "step"))

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 NARROWEST, WIDEST, FALLBACK = 60, 200, 80
+UNBROKEN = 1 << 20  # the width of a pipe into which rows go whole
 
 
 class Glyphs(msgspec.Struct, frozen=True):
@@ -39,15 +40,16 @@ UNICODE = Glyphs(levels="▁▂▃▄▅▆▇", none=" ", bar="█", rest="░"
 ASCII = Glyphs(levels="_.:-=+*", none=" ", bar="#", rest=".", dash="-", dot=", ", degree="C", line="-")
 
 
-def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
+def make_console(file: IO[str] | None = None, width: int | None = None, *, rows: bool = False) -> Console:
     """A console for ``file`` (stdout by default).
 
-    Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80. NO_COLOR and TERM=dumb are respected.
+    Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80; ``rows``, of which a script reads each as
+    a line, are then as long as they are. NO_COLOR and TERM=dumb are respected.
     """
     out = file or sys.stdout
     if width is None:
         width = shutil.get_terminal_size((FALLBACK, 24)).columns if _is_terminal(out) else _columns()
-    width = max(NARROWEST, min(width, WIDEST))
+    width = (UNBROKEN if rows else FALLBACK) if width is None else max(NARROWEST, min(width, WIDEST))
     # FORCE_COLOR would have rich write escapes into a pipe that nobody asked to colour.
     return Console(file=out, width=width, force_terminal=_is_terminal(out), highlight=False, emoji=False, markup=False)
 
@@ -56,15 +58,15 @@ def _is_terminal(out: IO[str]) -> bool:
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _columns() -> int:
+def _columns() -> int | None:
     value = os.environ.get("COLUMNS", "")
-    return int(value) if value.isdigit() and int(value) else FALLBACK
+    return int(value) if value.isdigit() and int(value) else None
 
 
 def emit(console: Console, *parts: RenderableType) -> None:
     """Print ``parts``. Into files and pipes without the blanks that fill each line up; what the encoding lacks as ?."""
     with console.capture() as captured:
-        console.print(*parts, sep="\n")
+        console.print(*parts, sep="\n", crop=False)
     text = captured.get()
     if not console.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
@@ -81,8 +83,8 @@ def glyphs(console: Console) -> Glyphs:
 
 
 def grade(ratio: float) -> str:
-    """The colour of a utilization."""
-    return "red" if ratio < 0.15 else "yellow" if ratio < 0.5 else "green"
+    """The colour of a utilization, by the limits of the notes."""
+    return "red" if ratio < 0.15 else "yellow" if ratio < 0.7 else "green"
 
 
 def meter(ratio: float | None, width: int, style: str, signs: Glyphs) -> Text:

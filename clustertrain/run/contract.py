@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.recipe import Recipe
+
+_BEGINS = {"restored": "step", "rolled_back": "to_step"}  # events, and the step from which the run goes on
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +94,18 @@ def _limits(run: RunDir, record: dict[str, Any]) -> ContractSpec | None:
 
 
 def _last_judged(run: RunDir) -> dict[str, Any]:
+    """The newest evaluation of a step that counts: the run has not begun again before it since."""
+    begun = math.inf
     for attempt in reversed(run.attempts()):
-        found = events.last(events.of_attempt(attempt), "judged")
-        if found is not None:
-            return found
+        told = events.of_attempt(attempt)
+        for event in reversed(told):
+            if event["event"] == "judged" and event.get("step", 0) <= begun:
+                return event
+            key = _BEGINS.get(event["event"])
+            if key in event:
+                begun = min(begun, event[key])
+        # One that found no checkpoint has restored nothing. Not above: a step's evaluation is told before the step.
+        begun = min([begun, *(e["step"] - 1 for e in events.named(told, "first_step") if "step" in e)])
     return {}
 
 

@@ -5,9 +5,10 @@ Keys: ``step`` (optimizer steps done), ``t`` (UTC epoch s, when the step ended),
 ``grad_norm`` (before clipping), ``clipped`` (0 or 1), ``clip_fraction`` (of the last 100 steps), ``skipped`` and
 ``spike`` (1, where it was), ``step_s`` (without evaluation and checkpoints), ``tokens_per_s`` or, where there are no
 tokens, ``samples_per_s`` (of all ranks), ``data_wait_s`` (of rank 0), ``allocated_gib`` (of rank 0's GPU) and what the
-user logs; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU ``rss_gib`` instead. Every
+user logs; ``evaluation`` is "cut short" where a stop has cut it short: the next attempt makes up for it and tells the
+row once more; every ``log_every`` steps ``peak_allocated_gib`` of rank 0, on a CPU ``rss_gib`` instead. Every
 ``stability.layers_every`` steps columns ``grad_norm/UNIT``, ``weight_norm/UNIT``, ``update_ratio/UNIT``,
-``activation/UNIT`` and ``dead/MODULE``.
+``activation/UNIT`` and ``dead/MODULE``. ``bad_samples``: in words, those of a step that was skipped or is a spike.
 
 ``sum_skipped`` is how many steps of the run were skipped, where there are any. ``sum_step_s``, ``sum_tokens`` and
 ``sum_data_wait_s`` are running totals over the attempt, this row included: two rows tell what lies between them, so
@@ -16,12 +17,15 @@ that nobody has to add up a million.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
 from clustertrain.run import rows
 from clustertrain.run.folder import RunDir
+
+CUT_SHORT = {"evaluation": "cut short"}  # in the row of its step
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:
@@ -35,6 +39,11 @@ def read(run: RunDir) -> list[dict[str, Any]]:
                 by_step = {s: r for s, r in by_step.items() if s < first}
                 by_step.update({int(r["step"]): {**r, "attempt": attempt.n} for r in found})
     return [by_step[s] for s in sorted(by_step)]
+
+
+def is_cut_short(row: Mapping[str, Any]) -> bool:
+    """Whether the row is to be told once more, with what the evaluation finds."""
+    return CUT_SHORT.items() <= row.items()
 
 
 def last_row(path: Path) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from clustertrain.errors import ConfigError
+from clustertrain.spec import slices
 from clustertrain.spec.data import DIGIT_HALF, DIGITS
 from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
 from clustertrain.spec.objective import ObjectiveKind
@@ -13,6 +15,7 @@ from clustertrain.spec.strict import nearest
 if TYPE_CHECKING:
     from clustertrain.spec.recipe import Recipe
 
+_OF_TRAINING = ("loss", "grad_norm")  # what decides without an evaluation
 _OF_CLASSES: tuple[MetricName, ...] = ("accuracy", "top5")
 _OF_NUMBERS: tuple[MetricName, ...] = ("mae", "rmse")
 _OF_TEXT: tuple[MetricName, ...] = ("perplexity", "bits_per_token")
@@ -40,7 +43,6 @@ def check(recipe: Recipe) -> None:
     _objective(recipe)
     _schedule(recipe)
     _evaluation(recipe)
-    _contract(recipe)
     _roll_back(recipe)
     _best(recipe)
 
@@ -52,10 +54,6 @@ def _data(recipe: Recipe) -> None:
     kinds = LEARNS_FROM[model.kind]
     if not model.entry and data.kind not in ("auto", *kinds):
         raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} learns from {' or '.join(kinds)}")
-    if data.augment.any and recipe.data_kind != "images":
-        raise ValueError(f"data.augment changes images, and the data is of kind {recipe.data_kind}")
-    if data.pack and recipe.data_kind != "tokens":
-        raise ValueError(f"data.pack puts documents of tokens together, and the data is of kind {recipe.data_kind}")
     if data.kind == "tokens" and not data.path:
         raise ValueError("data.kind = 'tokens' and no data.path: name the folder of shards")
     if recipe.is_text and 0 < model.max_seq_len < data.seq_len:
@@ -66,8 +64,6 @@ def _data(recipe: Recipe) -> None:
         raise ValueError(f"data.seq_len = {data.seq_len}: half a digit has {DIGIT_HALF} pixels, so set {DIGIT_HALF}")
     if data.augment.mixup and recipe.objective_kind != "cross-entropy":
         raise ValueError(f"data.augment.mixup mixes classes: objective.kind = {recipe.objective_kind!r} has none")
-    if recipe.objective.label_smoothing and recipe.objective_kind != "cross-entropy":
-        raise ValueError(f"objective.label_smoothing: objective.kind = {recipe.objective_kind!r} has no classes")
 
 
 def _objective(recipe: Recipe) -> None:
@@ -89,10 +85,11 @@ def _schedule(recipe: Recipe) -> None:
             f"schedule.warmup_steps = {schedule.warmup_steps} is not less than train.steps = {steps}: the rate would "
             "never get to its peak"
         )
-    if schedule.kind == "wsd" and max(0, schedule.warmup_steps) + max(0, schedule.cooldown_steps) > steps:
+    warmup, cooldown = schedule.warmup(steps), schedule.cooldown(steps)
+    if schedule.kind == "wsd" and warmup + cooldown > steps:
         raise ValueError(
-            f"schedule.warmup_steps = {schedule.warmup_steps} and cooldown_steps = {schedule.cooldown_steps} are more "
-            f"than train.steps = {steps} together"
+            f"schedule.warmup_steps = {warmup} and cooldown_steps = {cooldown} are more than train.steps = {steps} "
+            "together"
         )
     if schedule.kind == "step" and schedule.milestones and schedule.milestones[-1] >= steps:
         raise ValueError(f"schedule.milestones = {list(schedule.milestones)}: must lie before train.steps = {steps}")
@@ -119,29 +116,44 @@ def _evaluation(recipe: Recipe) -> None:
                 f"evaluation.metrics: {name!r} cannot be told of objective.kind = {recipe.objective_kind!r}: "
                 f"{', '.join(possible)}"
             )
-    if evaluation.patience and not recipe.data.validates:
-        raise ValueError("evaluation.patience needs data.validation or data.validation_path")
+
+
+def check_contract(recipe: Recipe, source: str) -> None:
+    """What the contract asks of the evaluations. A script makes its own, of which nothing is known here.
+
+    Raises:
+        ConfigError: they do not give it; names the keys and ``source``.
+    """
+    try:
+        _contract(recipe)
+        slices.check_agreement(recipe)
+    except ValueError as e:
+        raise ConfigError(f"{source}: {e}") from e
 
 
 def _contract(recipe: Recipe) -> None:
     contract, validates = recipe.contract, recipe.data.validates
     if contract.slices and not validates:
         raise ValueError("contract.slices are of the validation data: set data.validation or data.validation_path")
+    for key, scalar in (("contract.metric", contract.metric), ("checkpoint.best", recipe.checkpoint.best)):
+        if scalar not in ("", *_OF_TRAINING):
+            _measured(recipe, f"{key} = {scalar!r}", scalar.partition(SLICE)[0])
+
+
+def _measured(recipe: Recipe, key: str, named: str) -> None:
+    """Raises ValueError where no evaluation gives what ``key`` has ``named``."""
     known = [f"{PREFIX}loss", *(f"{PREFIX}{m}" for m in recipe.evaluated_metrics)]
-    if not contract.metric.startswith(PREFIX):
-        if f"{PREFIX}{contract.metric.partition(SLICE)[0]}" in known[1:]:
-            raise ValueError(f"contract.metric = {contract.metric!r}: did you mean {PREFIX}{contract.metric}?")
+    validates = recipe.data.validates
+    if f"{PREFIX}{named}" in known:
+        raise ValueError(f"{key}: did you mean {PREFIX}{named}?")
+    if named.startswith(PREFIX) and not validates:
+        raise ValueError(f"{key} is one of the validation data: set data.validation or data.validation_path")
+    if named in known:
         return
-    if not validates:
-        raise ValueError(
-            f"contract.metric = {contract.metric!r} is one of the validation data: set data.validation or "
-            "data.validation_path"
-        )
-    if contract.metric.partition(SLICE)[0] not in known:
-        raise ValueError(
-            f"contract.metric = {contract.metric!r} is none that the evaluation gives: "
-            + nearest(contract.metric, known)
-        )
+    if named.startswith(PREFIX) and named.removeprefix(PREFIX) in METRICS[recipe.objective_kind]:
+        raise ValueError(f"{key}: name {named.removeprefix(PREFIX)!r} in evaluation.metrics too")
+    what = "is none that the evaluation gives" if validates else "is none that is measured without validation data"
+    raise ValueError(f"{key} {what}: {nearest(named, [*_OF_TRAINING, *(known if validates else ())])}")
 
 
 def _best(recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ class ContractSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cost: float = 0.0  # in the money of gpu_hour_cost; 0: no limit
     gpu_hour_cost: float = 0.0
     when_spent: Literal["stop", "warn"] = "stop"  # stop: with a checkpoint, and without a requeue
-    resume: Literal["elastic", "exact"] = "elastic"  # exact: only with the layout, ranks, data and code of the start
+    resume: Literal["elastic", "exact"] = "elastic"  # exact: only with layout, ranks, versions, data and code as before
 
     def __post_init__(self) -> None:
         for name in ("gpu_hours", "wall_hours", "cost", "gpu_hour_cost"):

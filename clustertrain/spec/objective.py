@@ -12,7 +12,7 @@ ObjectiveKind = Literal["auto", "cross-entropy", "binary-cross-entropy", "mse", 
 
 
 class ObjectiveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What does not belong to the kind in use has no effect."""
+    """What does not belong to the kind in use is refused."""
 
     kind: ObjectiveKind = "auto"  # cross-entropy; of a two-tower model nt-xent; of an entry its own loss, if it has one
     label_smoothing: float = 0.0  # cross-entropy

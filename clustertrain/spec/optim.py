@@ -29,7 +29,7 @@ class UnfreezeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """No weight decay on norms, biases and embeddings, by the type of their module. What does not belong to the
-    optimizer in use has no effect."""
+    optimizer in use is refused."""
 
     name: OptimizerName = "adamw"
     lr: float = 3e-4

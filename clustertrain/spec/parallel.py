@@ -15,7 +15,7 @@ SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
 
 class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The ``[parallel]`` table. What does not belong to the layout in use has no effect."""
+    """The ``[parallel]`` table. What does not belong to the layout in use has no effect, and a note says so."""
 
     # Memory
     activation_checkpointing: ActivationCheckpointing = "auto"  # selective: keep matmuls and attention, redo the rest

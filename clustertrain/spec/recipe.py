@@ -1,4 +1,5 @@
-"""What to train. A recipe is a TOML file with these tables; every key has a default, unknown keys fail.
+"""What to train. A recipe is a TOML file with these tables; every key has a default, unknown keys and those that
+nothing reads (:mod:`clustertrain.spec.in_use`) fail.
 
 The same file may carry ``[job]`` (see :mod:`clustertrain.spec.job`) and ``[env]``; options of the command line win.
 """
@@ -46,7 +47,7 @@ CHOSEN = -1  # of checkpoint.keep_best
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The ``[model]`` table. A decoder is Llama-style: RMSNorm, RoPE, SwiGLU, grouped-query attention; so is each
-    encoder of a two-tower model, and has these sizes. What does not belong to the kind in use has no effect.
+    encoder of a two-tower model, and has these sizes. What does not belong to the kind in use is refused.
 
     ``preset`` names sizes (:mod:`clustertrain.spec.presets`) which ``submit`` has put under those of the recipe.
     """
@@ -147,7 +148,9 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.profile:
             found = re.fullmatch(r"(\d+):(\d+)", self.profile)
             if found is None or int(found[1]) >= int(found[2]):
-                raise ValueError(f'profile = {self.profile!r}: must be "first:end", as "10:20" for the steps 10 to 19')
+                raise ValueError(
+                    f'profile = {self.profile!r}: must be "first:end" with first < end; "10:20" are steps 10 to 19'
+                )
 
 
 class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

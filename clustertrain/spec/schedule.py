@@ -10,9 +10,12 @@ from clustertrain.spec.ranges import positive, within
 
 ScheduleKind = Literal["cosine", "linear", "step", "one-cycle", "plateau", "wsd", "constant"]
 
+DEFAULT_WARMUP = 0.02  # of the steps
+DEFAULT_COOLDOWN = 0.2  # of the steps: arXiv 2405.18392 finds no gain beyond it
+
 
 class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Linear warmup to ``optim.lr``, the peak, then as ``kind`` says. What does not belong to it has no effect."""
+    """Linear warmup to ``optim.lr``, the peak, then as ``kind`` says. What does not belong to it is refused."""
 
     kind: ScheduleKind = "cosine"
     warmup_steps: int = -1  # -1: 2 % of the steps
@@ -41,3 +44,11 @@ class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         within("threshold", self.threshold, 0.0, 1.0)
         if any(b <= a for a, b in zip((0, *self.milestones), self.milestones, strict=False)):
             raise ValueError(f"milestones = {list(self.milestones)}: must be steps in rising order, from 1 on")
+
+    def warmup(self, total: int) -> int:
+        """Its steps in a run of ``total``."""
+        return self.warmup_steps if self.warmup_steps >= 0 else max(1, round(DEFAULT_WARMUP * total))
+
+    def cooldown(self, total: int) -> int:
+        """Of ``wsd``: its steps in a run of ``total``."""
+        return self.cooldown_steps if self.cooldown_steps >= 0 else round(DEFAULT_COOLDOWN * total)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_origin
 
 import msgspec
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec import elsewhere, remedies
+from clustertrain.spec.walk import fields_of, parts_of, places_of, struct_of, type_at, value_at
 
 S = TypeVar("S", bound=msgspec.Struct)
+ENVIRONMENT = "env."  # of a recipe: names of variables stand behind it
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -24,22 +28,50 @@ def nearest(word: str, known: list[str]) -> str:
     return "known: " + ", ".join(sorted(known))
 
 
-def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
-    for candidate in (kind, *get_args(kind)):
-        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
-            return candidate
-    return None
+def _check_keys(value: dict[str, Any], kind: type[msgspec.Struct], source: str) -> None:
+    """Raises ConfigError for the first key that ``kind`` does not have."""
+
+    def look(table: dict[str, Any], of: type[msgspec.Struct], above: str) -> None:
+        fields = fields_of(of)
+        for key, inner in table.items():
+            if key not in fields:
+                meant = _meant(key, list(fields), above, known_keys(kind))
+                raise ConfigError(f"{source}: unknown key {above + key!r}", fix=meant)
+            struct = struct_of(fields[key])
+            if struct is not None and isinstance(inner, dict):
+                look(inner, struct, f"{above}{key}.")
+
+    look(value, kind, "")
 
 
-def _check_keys(value: dict[str, Any], kind: type[msgspec.Struct], where: str, source: str) -> None:
-    fields = {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
-    for key, inner in value.items():
-        path = f"{where}.{key}" if where else key
-        if key not in fields:
-            raise ConfigError(f"{source}: unknown key {path!r}", fix=nearest(key, list(fields)))
-        struct = _struct_of(fields[key])
-        if struct is not None and isinstance(inner, dict):
-            _check_keys(inner, struct, path, source)
+def known_keys(kind: type[msgspec.Struct], above: str = "") -> list[str]:
+    """All that may be written, with the tables themselves."""
+    found = []
+    for name, of in fields_of(kind).items():
+        found.append(above + name)
+        struct = None if get_origin(of) is tuple else struct_of(of)
+        found += known_keys(struct, f"{above}{name}.") if struct is not None else []
+    return found
+
+
+def _meant(key: str, beside: list[str], above: str, known: list[str]) -> str:
+    """A sentence that names what ``key`` may stand for.
+
+    Args:
+        beside: the keys of its table, ``above``; ``known``: those of all tables.
+    """
+    leaves = {name: name.rpartition(".")[2] for name in known}
+    near = [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.75)]
+    found = near + [name for name, leaf in leaves.items() if leaf == key]
+    found = found or [name for name in elsewhere.key(key) if name in leaves and f"{name}." != above]
+    if not found:
+        close = difflib.get_close_matches(key, sorted(set(leaves.values())), n=1, cutoff=0.8)
+        found = [name for name, leaf in leaves.items() if leaf in close]
+    found = found or [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.5)]
+    if found:
+        units = [elsewhere.UNITS[name] for name in found if name in elsewhere.UNITS]
+        return f"did you mean {' or '.join(found)}?" + "".join(f" {unit}" for unit in units)
+    return f"known: {', '.join(sorted(beside))}"
 
 
 def _check_finite(value: Any, where: str, source: str) -> None:
@@ -57,64 +89,34 @@ def build(value: dict[str, Any], kind: type[S], source: str) -> S:
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
     """
-    _check_keys(value, kind, "", source)
+    _check_keys(value, kind, source)
     _check_finite(value, "", source)
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
         key = path.rstrip("`").lstrip(".")
-        fix = _one_of(value, kind, key) or _as_list(value, text, key) or _show(value, key)
-        raise ConfigError(f"{source}: {key or 'top level'}: {_plain(text)}", fix=fix) from e
+        fix = remedies.of(value, kind, key, text) or _show(value, key)
+        raise ConfigError(f"{source}: {_named(kind, key, _plain(text))}", fix=fix) from e
+
+
+def _named(kind: type[msgspec.Struct], key: str, text: str) -> str:
+    """``text`` with the key that it is of; what a table says of its own keys begins with the name of one."""
+    if not key:
+        return text
+    struct = struct_of(type_at(kind, places_of(key)))
+    begins = re.match(r"(\w+)(?= = |: )", text)
+    own = struct is not None and begins is not None and begins[1] in fields_of(struct)
+    return f"{key}.{text}" if own else f"{key}: {text}"
 
 
 def _plain(text: str) -> str:
     return text[0].lower() + text[1:] if text.startswith(("Expected", "Invalid", "Object")) else text
 
 
-def _at(value: dict[str, Any], key: str) -> Any:
-    """The value at ``key``; None where a part of the path is no table's."""
-    current: Any = value
-    for part in key.split(".") if key else []:
-        if not isinstance(current, dict) or part not in current:
-            return None
-        current = current[part]
-    return current
-
-
-def _one_of(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str | None:
-    """The words that the field at ``key`` takes, the nearest ones first; None where it takes other things."""
-    field: Any = kind
-    place = re.search(r"\[(\d+)\]$", key)  # of a list
-    key = key[: place.start()] if place else key
-    for part in key.split("."):
-        struct = _struct_of(field)
-        fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
-        field = fields.get(part)
-    given = _at(value, key)
-    if place and get_args(field) and isinstance(given, list):
-        field, given = get_args(field)[0], given[int(place[1])]
-    if get_origin(field) is not Literal:
-        return None
-    words = sorted(
-        (word for word in get_args(field) if word),
-        key=lambda word: -difflib.SequenceMatcher(None, str(given), word).ratio(),
-    )
-    return "use one of " + ", ".join(words)
-
-
-def _as_list(value: dict[str, Any], text: str, key: str) -> str | None:
-    given = _at(value, key)
-    if not text.startswith("Expected `array`") or not isinstance(given, str):
-        return None
-    return f'write {key} = ["{given}"]'
-
-
 def _show(value: dict[str, Any], key: str) -> str | None:
-    current = _at(value, key)
-    if current is None:
-        return None
-    return f"change {key} = {current!r}" if key and not isinstance(current, dict) else None
+    current = value_at(value, places_of(key))
+    return f"change {key} = {text_of(current)}" if key and not isinstance(current, dict | None) else None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -137,7 +139,10 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{source}: not valid TOML: {e}") from e
+        place = re.search(r"at line (\d+)", str(e))
+        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
+        said = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
+        raise ConfigError(said, fix=remedies.bare_word(line)) from e
 
 
 def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
@@ -148,17 +153,31 @@ def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
     return path.strip(), text
 
 
-def value_of(text: str) -> Any:
-    """A value of the command line: TOML; what is not TOML is taken as a string."""
+def value_of(text: str, path: str = "") -> Any:
+    """The value of the command line for ``path``: TOML. What is not TOML is a string, and in the environment all is."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if path.startswith(ENVIRONMENT) and not isinstance(value, str) else value
+
+
+def text_of(value: Any) -> str:
+    """``value`` as it is written in a recipe. What TOML has no word for, None, is left as Python has it."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {text_of(inner)}" for key, inner in value.items()) + " }" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text_of, value))}]"
+    return str(value) if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def set_dotted(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at ``key.path`` in place. Raises ConfigError where a part of the path is a value."""
-    *folders, leaf = path.split(".")
+    """Set the value at ``key.path`` in place; a part with dots in it is quoted, as in TOML.
+
+    Raises:
+        ConfigError: a part of the path is a value; a quote is not closed.
+    """
+    *folders, leaf = parts_of(path)
     current = document
     for folder in folders:
         inner = current.setdefault(folder, {})

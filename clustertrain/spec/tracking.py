@@ -21,12 +21,8 @@ class TrackingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         if len(set(self.to)) < len(self.to):
             raise ValueError(f"to = {list(self.to)}: one is named twice")
-        if self.uri and "mlflow" not in self.to:
-            raise ValueError(f'uri = {self.uri!r} has no effect without to = ["mlflow"]')
         if "@" in urlsplit(self.uri).netloc:
             raise ValueError(
                 "uri: a name or password in it would be kept with the run; give them in the environment, as "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI as a whole"
             )
-        if self.offline and "wandb" not in self.to:
-            raise ValueError('offline has no effect without to = ["wandb"]')

@@ -13,14 +13,15 @@ from clustertrain import fsio
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
+from clustertrain.spec.in_use import in_use
 from clustertrain.spec.tracking import TrackingSpec
 
 _LEFT_OUT = ("telemetry", "tracking", "rehearsal")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """``config`` is the recipe, flattened, and the job's size; ``tags`` are of the run, ``attempt`` of this start.
-    ``project`` is what the recipe names, "" for nothing."""
+    """``config`` is what the run goes by of its recipe, flattened, and the job's size; ``tags`` are of the run,
+    ``attempt`` of this start. ``project`` is what the recipe names, "" for nothing."""
 
     run: str
     name: str
@@ -42,7 +43,8 @@ def of_run(run: RunDir, attempt: int) -> Facts:
     spec = load_spec(run)
     record: Mapping[str, Any] = fsio.read_json(run.record) or {}
     recipe: dict[str, Any] = msgspec.to_builtins(spec.recipe)
-    kept = {table: value for table, value in recipe.items() if table not in _LEFT_OUT}
+    kept = flat({table: value for table, value in recipe.items() if table not in _LEFT_OUT})
+    used = {key: value for key, value in kept.items() if in_use(spec, key)}
     job = {"job": {"nodes": spec.job.nodes, "gpus": spec.job.gpus, "layout": spec.job.layout}}
     script = {"script": {"path": spec.script.path, "args": list(spec.script.args)}} if spec.script else {}
     tags = {
@@ -59,7 +61,7 @@ def of_run(run: RunDir, attempt: int) -> Facts:
         name=spec.job.name or run.id,
         project=spec.recipe.tracking.project,
         spec=spec.recipe.tracking,
-        config=flat({**kept, **job, **script, "metric": spec.recipe.deciding_metric}),
+        config={**used, **flat({**job, **script, "metric": spec.recipe.deciding_metric})},
         tags={key: value for key, value in tags.items() if value},
         attempt=_of_attempt(run, attempt),
         metric=spec.recipe.deciding_metric,

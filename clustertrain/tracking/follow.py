@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clustertrain.run import rows
+from clustertrain.run import metrics, rows
 from clustertrain.run.folder import RunDir
 
 Row = dict[str, Any]
@@ -18,7 +18,9 @@ class Follower:
     """Rows of all attempts, and of all stretches of one that went back, in their order, with ``attempt`` in each.
 
     Steps only rise: a step that a later attempt ran again is not given twice. Where the later attempt's rows are there
-    already, the step counts as that one ran it, as in :func:`clustertrain.run.metrics.read`.
+    already, the step counts as that one ran it, as in :func:`clustertrain.run.metrics.read`. A row whose evaluation was
+    cut short is held back until it is told once more, or a later step follows: W&B takes nothing of a step that is
+    past. Where the run is over, :meth:`rest` gives it.
 
     Args:
         after: the last step that is not wanted any more.
@@ -29,6 +31,7 @@ class Follower:
         self.last = after
         self._file: tuple[int, Path] | None = None  # of which attempt, and which of its files
         self._at = 0  # byte of that file up to which it is read
+        self._held: Row | None = None
 
     def read(self, most: int = MOST) -> list[Row]:
         """The next rows; empty where nothing new has been written."""
@@ -44,6 +47,11 @@ class Follower:
                 if not later:
                     break
                 self._file, self._at = later[0], 0
+        return found
+
+    def rest(self) -> list[Row]:
+        """The row that is held back, where nobody will tell it once more."""
+        found, self._held = [self._held] if self._held is not None else [], None
         return found
 
     def _more(self, attempt: int, path: Path, cut: int | None, most: int) -> list[Row]:
@@ -63,8 +71,18 @@ class Follower:
             self._at += len(line)
             row = _row(line)
             if row is not None and row["step"] > self.last and (cut is None or row["step"] < cut):
-                self.last = row["step"]
-                found.append({**row, "attempt": attempt})
+                found += self._given({**row, "attempt": attempt})
+        return found
+
+    def _given(self, row: Row) -> list[Row]:
+        """What may be given now that ``row`` is there."""
+        held, self._held = self._held, None
+        found = [held] if held is not None and held["step"] < row["step"] else []
+        if metrics.is_cut_short(row):
+            self._held = row
+        else:
+            found.append(row)
+        self.last = found[-1]["step"] if found else self.last
         return found
 
 

@@ -75,6 +75,7 @@ class Handing:
         self._stop = threading.Event()
         self._said: str | None = None
         self._worked = False  # it took rows since it was last opened
+        self._anew = False  # it was opened anew since it last took rows
         self.failed = False
         self.last = -1  # step that the tracker has
         self.thread = threading.Thread(target=self._follow, name=f"tracking-{tracker.name}", daemon=True)
@@ -91,12 +92,12 @@ class Handing:
                 return
             except Exception as e:  # a thread's edge, and a library's: what goes wrong there must not end a run
                 self._tracker.abandon()
-                if self._worked:
+                if self._worked or (isinstance(e, ConnectionError) and not self._anew):
                     # The warning of a preemption goes to all processes of a job, and W&B's service ends of it.
                     print(
                         f"clustertrain tracking: {self._tracker.name} is opened anew: {e}", file=sys.stderr, flush=True
                     )
-                    self._worked = False
+                    self._worked, self._anew = False, True
                     continue
                 self.failed = True
                 self._say(e)
@@ -111,17 +112,23 @@ class Handing:
             ending = self._stop.is_set()  # asked first: then all that was written before it is read
             rows = follower.read()
             if rows:
-                self._tracker.hand(rows)
-                self.last = rows[-1]["step"]
-                if self._said is not None:
-                    print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
-                self._said, self.failed, self._worked = None, False, True
+                self._hand(rows)
             elif ending:
-                self._tracker.close(self._ending())
+                how = self._ending()
+                if how is not None and (rest := follower.rest()):
+                    self._hand(rest)
+                self._tracker.close(how)
                 self.failed = False
                 return
             else:
                 self._stop.wait(POLL_S)
+
+    def _hand(self, rows: Sequence[Row]) -> None:
+        self._tracker.hand(rows)
+        self.last = rows[-1]["step"]
+        if self._said is not None:
+            print(f"clustertrain tracking: {self._tracker.name} goes on", file=sys.stderr, flush=True)
+        self._said, self.failed, self._worked, self._anew = None, False, True, False
 
     def _say(self, e: Exception) -> None:
         """Once for each kind of error in a row: a server that is away for a day is one line."""

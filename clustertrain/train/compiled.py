@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
+from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.state import parts
 from clustertrain.train import seeds
+from clustertrain.train.context import RankContext
 from clustertrain.train.data_parallel import units
 
 log = logging.getLogger(__name__)
@@ -23,10 +24,45 @@ log = logging.getLogger(__name__)
 TIMED = 2  # passes, of which the quicker counts
 
 
+class Inductor:
+    """torch's compiler. While it is ``tolerant`` it does not fail: what it cannot compile runs as written, so that
+    the other ranks meet this one in all that they send. ``failed`` has the first reason."""
+
+    def __init__(self) -> None:
+        self.failed: Exception | None = None
+        self._tolerant = False
+
+    @contextmanager
+    def tolerant(self) -> Iterator[None]:
+        self.failed, self._tolerant = None, True
+        try:
+            yield
+        finally:
+            self._tolerant = False
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiler = torch._dynamo.lookup_backend("inductor")
+        if not self._tolerant:
+            return compiler(graph, inputs)
+        from torch._functorch import config
+
+        try:
+            # With its backward pass, which would be compiled when it is reached.
+            with config.patch(force_non_lazy_backward_lowering=True):
+                return compiler(graph, inputs)
+        except Exception as e:  # of the compiler's many
+            self.failed = self.failed or e
+            return graph.forward
+
+
+inductor = Inductor()  # one for all layers: dynamo compiles anew for another one
+
+
 def try_out(
     model: nn.Module,
     passes: Callable[[], object],
-    device: torch.device,
+    context: RankContext,
+    ranks: Ranks,
     event: Callable[..., None],
 ) -> None:
     """Make ``passes``, the forward and backward passes of one step, with the layers as they are written and then
@@ -35,24 +71,20 @@ def try_out(
     Nothing is learned: gradients are thrown away, buffers and generators get back what they had. So a run that resumes
     computes what one that was never interrupted does.
     """
-    compiled = [unit for part in parts(model) for _, unit in units(part)]
+    compiled, device = [unit for part in parts(model) for _, unit in units(part)], context.device
     with _as_before(model, device):
         with _eager(compiled):
             passes()
             eager_s = min(_timed(passes, device) for _ in range(TIMED))
-        why, started = "", clock.monotonic()
-        try:
-            passes()
-        except Exception as e:  # of the compiler's many; what is wrong with the model itself has shown above
-            why = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+        started = clock.monotonic()
+        failure = _failure(ranks, _failed(passes), context.node)
         compile_s = clock.monotonic() - started
-        if _any(bool(why), device):
+        if failure is not None:
             for unit in compiled:
                 unit._compiled_call_impl = None
-            why = why or "it failed on another rank"
-            event("compile_failed", why=why, fix=_fix(why))
-            log.warning("torch.compile failed, the layers run as they are written: %s", why)
-            passes()  # a failure half way may have left ranks at different places; this must work
+            event("compile_failed", **failure)
+            log.warning("torch.compile failed, the layers run as they are written: %s", failure["why"])
+            passes()  # what cannot be traced fails on all ranks alike, but half way; this must work
             return
         compiled_s = min(_timed(passes, device) for _ in range(TIMED))
     event("compiled", eager_s=eager_s, compiled_s=compiled_s, compile_s=compile_s)
@@ -63,6 +95,32 @@ def try_out(
         eager_s / compiled_s,
         compile_s,
     )
+
+
+def _failed(passes: Callable[[], object]) -> Exception | None:
+    """What this rank's compiler fails of in ``passes``."""
+    with inductor.tolerant():
+        try:
+            passes()
+        except Exception as e:  # of the tracer's many; what is wrong with the model itself has shown before
+            return e
+    return inductor.failed
+
+
+def _failure(ranks: Ranks, mine: Exception | None, node: str) -> dict[str, str] | None:
+    """Of the first rank whose compiler has failed why it did and what to do. Collective."""
+    told = None
+    if mine is not None:
+        words = str(mine).strip().splitlines() or ["no message"]
+        why = f"{type(mine).__name__}: {words[0]}"
+        told = {"why": why, "fix": _fix(why), "node": node}
+    everybody = ranks.told(told)
+    failed = [(rank, told) for rank, told in enumerate(everybody) if told is not None]
+    if not failed:
+        return None
+    rank, first = failed[0]
+    where = "" if len(failed) == len(everybody) else f"on rank {rank} (node {first['node']}): "
+    return {"why": where + first["why"], "fix": first["fix"]}
 
 
 @contextmanager
@@ -109,14 +167,6 @@ def _timed(passes: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _any(failed: bool, device: torch.device) -> bool:
-    if not dist.is_initialized():
-        return failed
-    found = torch.tensor(float(failed), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
 
 
 def _fix(why: str) -> str:

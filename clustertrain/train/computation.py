@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from clustertrain.train.compiled import inductor
 from clustertrain.train.context import RankContext
 from clustertrain.train.data_parallel import units
 
@@ -56,7 +57,7 @@ def apply(model: nn.Module, context: RankContext) -> None:
             # On the instance: a wrapper module would rename every parameter in it.
             unit.forward = _checkpointed(unit.forward, options)
         if context.parallel.compile:
-            unit.compile(fullgraph=kind == "none")
+            unit.compile(fullgraph=kind == "none", backend=inductor)
 
 
 def _channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

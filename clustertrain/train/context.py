@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ class RankContext:
     @property
     def stability(self) -> StabilitySpec:
         return self.spec.recipe.stability if self.spec else StabilitySpec()
+
+    @property
+    def node(self) -> str:
+        return os.environ.get(settings.NODE) or socket.gethostname()
 
     @property
     def data_rank(self) -> int:

@@ -18,7 +18,7 @@ from clustertrain.plan import batch as batches
 from clustertrain.spec.data import READERS
 from clustertrain.train import order, profiling
 from clustertrain.train.reading import Key, MapStyle, Reader, Refused
-from clustertrain.train.samples import Check, Limits, Suspect, blame
+from clustertrain.train.samples import Check, Limits, listed
 from clustertrain.train.seeds import derive
 from clustertrain.train.stop import SIGNALS
 from clustertrain.train.transfer import ToDevice
@@ -90,7 +90,7 @@ class Loader:
         self._version = version if isinstance(version, str) else None
         if not ragged:
             batches.check_divides(global_batch, ranks, micro_batch)
-        self._first, self._share = batches.share_of(global_batch, ranks, rank)
+        self._rank, self._ranks = rank, ranks
         largest = batches.share_of(global_batch, ranks, 0)[1]
         self._micro = self.micro_batch = micro_batch or largest
         self._rounds = -(-largest // self._micro)
@@ -108,17 +108,36 @@ class Loader:
         self._iterator: Iterator[Any] | None = None
         self._closing: Any = None
 
-    def micro_batches_at(self, position: int) -> list[list[tuple[int, int]]]:
-        """This rank's (sample, position) pairs of the global batch that starts at ``position``, by micro-batch."""
+    def micro_batches_at(self, position: int, rank: int | None = None) -> list[list[tuple[int, int]]]:
+        """The (sample, position) pairs of this rank, or another one, of the global batch that starts at ``position``,
+        by micro-batch."""
+        first, share = batches.share_of(self.global_batch, self._ranks, self._rank if rank is None else rank)
+        pairs = self._pairs(position, first, share)
+        parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
+        return [part or [(0, _NOBODYS)] for part in parts]
+
+    def _pairs(self, position: int, ahead: int, share: int) -> list[tuple[int, int]]:
+        """``share`` (sample, position) pairs of the global batch at ``position``, after the first ``ahead``."""
         pairs: list[tuple[int, int]] = []
-        ahead = self._first  # the samples of the ranks before this one
-        for first, count in self._left_out.runs(position, self._first + self._share):
+        for first, count in self._left_out.runs(position, ahead + share):
             skipped = min(ahead, count)
             ahead, first, count = ahead - skipped, first + skipped, count - skipped  # noqa: PLW2901
             found = order.samples(self._seed, len(self._dataset), first, count)
             pairs += [(sample, first + i) for i, sample in enumerate(found)]
-        parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
-        return [part or [(0, _NOBODYS)] for part in parts]
+        return pairs
+
+    def named(self, position: int, micro_batch: int = -1) -> str:
+        """The samples of the global batch that started at ``position``, in words; with the number of a ``micro_batch``,
+        counted over all data-parallel ranks, those of it alone."""
+        if micro_batch < 0:
+            pairs, whose = self._pairs(position, 0, self.global_batch), "the global batch"
+        else:
+            rank, part = divmod(micro_batch, self._rounds)
+            pairs = self.micro_batches_at(position, rank)[part]
+            whose = f"micro-batch {part} of data-parallel rank {rank}"
+        first, last = (divmod(pairs[i][1], len(self._dataset))[0] for i in (0, -1))
+        epochs = f"epoch {first}" if first == last else f"epochs {first} and {last}"
+        return f"{whose}, {epochs}: {listed(self._dataset, [sample for sample, _ in pairs])}"
 
     def after(self, position: int) -> int:
         """Where the global batch ends that starts at ``position``."""
@@ -161,19 +180,6 @@ class Loader:
         seed, positions = derive(self._seed, "workers"), _Positions(self, self.position)
         found, self._closing = read_ahead(reader, positions, self._workers, self._device, seed, self._prefetch)
         return found
-
-    @property
-    def copied_s(self) -> float:
-        """Seconds that copies to the device took, of those that have ended; most of it beside the computation."""
-        return self._to_device.copied_s
-
-    def sample_at(self, place: int) -> int:
-        """The sample at a position of the run."""
-        return order.samples(self._seed, len(self._dataset), place, 1)[0]
-
-    def blame(self) -> list[Suspect]:
-        """The samples of the latest item that are not finite themselves: :func:`clustertrain.train.samples.blame`."""
-        return blame(self.latest, self.places, self.sample_at)
 
     def close(self) -> None:
         """End the workers."""

@@ -28,8 +28,8 @@ def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """``fully_shard``, unit by unit. On a mesh of two dimensions the first one replicates; where the second has size 1
-    that is all it does."""
+    """``fully_shard``, unit by unit; units that share parameters with what is outside of them with the rest of the
+    model. On a mesh of two dimensions the first one replicates; where the second has size 1 that is all it does."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     layout, spec = context.layout, context.parallel
@@ -43,7 +43,7 @@ def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
         "reshard_after_forward": layout.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if layout.offload else OffloadPolicy(),
     }
-    wrapped = [m for _, m in units(model)]
+    wrapped = _apart(model)
     for unit in wrapped:
         fully_shard(unit, **options)
     fully_shard(model, **options)
@@ -52,6 +52,19 @@ def shard(model: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
         for i, unit in enumerate(wrapped):
             unit.set_modules_to_forward_prefetch(wrapped[i + 1 : i + 1 + ahead])  # type: ignore[operator]
             unit.set_modules_to_backward_prefetch(wrapped[max(0, i - ahead) : i][::-1])  # type: ignore[operator]
+
+
+def _apart(model: nn.Module) -> list[nn.Module]:
+    """The units whose parameters nothing else has: each of two groups of ``fully_shard`` would train a copy."""
+    found = [m for _, m in units(model)]
+    numbers = {id(m): i for i, m in enumerate(found)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, set[int]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        around = (id(modules[".".join(name.split(".")[:n])]) for n in range(name.count(".") + 1))
+        holders.setdefault(id(p), set()).add(next((numbers[m] for m in around if m in numbers), -1))
+    together = {i for several in holders.values() if len(several) > 1 for i in several}
+    return [m for i, m in enumerate(found) if i not in together]
 
 
 class _SumOfParameters(nn.Module):

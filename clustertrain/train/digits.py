@@ -10,7 +10,8 @@ import torch
 
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.spec.data import DIGIT_HALF, DIGITS
-from clustertrain.train.images import Labelled, numbered
+from clustertrain.spec.slices import BUILT_IN, numbered
+from clustertrain.train.images import Labelled
 
 _BRIGHTEST = 16
 
@@ -33,9 +34,9 @@ class DigitImages(Labelled):
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1"
-    classes = 10
+    classes = BUILT_IN
     channels = 1
-    slice_names = numbered(10)
+    slice_names = numbered(BUILT_IN)
 
     def __init__(self) -> None:
         """Raises EnvironmentNotFit without scikit-learn."""
@@ -55,7 +56,7 @@ class DigitHalves(Labelled):
 
     name = f"data.path = {DIGITS!r}"
     version = f"{DIGITS} 1, halves"
-    slice_names = numbered(10)
+    slice_names = numbered(BUILT_IN)
 
     def __init__(self) -> None:
         """Raises EnvironmentNotFit without scikit-learn."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec.strict import text_of
 
 
 def function(name: str, key: str) -> Callable[..., Any]:
@@ -41,4 +42,4 @@ def check_arguments(made_by: Callable[..., Any], name: str, args: Mapping[str, A
     try:
         inspect.signature(made_by).bind(**args)
     except TypeError as e:
-        raise ConfigError(f"{key} = {dict(args)}: {name}: {e}", fix="give the arguments that it takes") from e
+        raise ConfigError(f"{key} = {text_of(dict(args))}: {name}: {e}", fix="give the arguments that it takes") from e

@@ -14,6 +14,7 @@ import xxhash
 
 from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.spec.data import DIGITS, DataSpec
+from clustertrain.spec.slices import numbered
 from clustertrain.train.seeds import derive
 
 SHAPES = "shapes"
@@ -92,10 +93,6 @@ class Labelled:
 
     def slice_of(self, i: int) -> int:
         return int(self.labels[i])
-
-
-def numbered(classes: int) -> tuple[str, ...]:
-    return tuple(f"class-{i}" for i in range(classes))
 
 
 class Shapes(Labelled):

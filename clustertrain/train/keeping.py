@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
 import platform
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -20,16 +18,15 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
-from clustertrain.checkpoint.manager import CheckpointManager, Local, Made, Remote, Restored, Saved
+from clustertrain.checkpoint.manager import CheckpointManager, Made, Restored, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
-from clustertrain.errors import ConfigError, Diverged, EnvironmentNotFit
+from clustertrain.errors import ConfigError, Diverged, UsageError
 from clustertrain.run import attempts
-from clustertrain.spec.places import node_folder
-from clustertrain.spec.recipe import AUTO, CHOSEN, CheckpointSpec, Recipe
-from clustertrain.train import sameness, seeds
+from clustertrain.spec.recipe import AUTO, Recipe
+from clustertrain.train import keeping_asked, sameness, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader
 from clustertrain.train.evaluation.judge import Judge
@@ -37,14 +34,11 @@ from clustertrain.train.mesh import Groups
 from clustertrain.train.result import RankResult
 from clustertrain.train.stability.supervisor import Back
 from clustertrain.train.stop import StopAgreement
+from clustertrain.train.time_left import TimeLeft
 
 log = logging.getLogger(__name__)
 
 TELLING = 0.1  # a change of the interval by less is not worth an event
-REMEMBERED = 5  # saves: one that a busy hour made slow must not forbid all later ones
-SAVE_MARGIN = 1.5  # a save beside dying neighbours takes longer than one in peace
-ORDERLY_END_S = 2.0  # at the deadline, for what follows the last save
-LEAST_S = 2.0  # that a save under way is waited for, whatever the deadline
 LAST_WORD_S = 20.0  # for a save under way when the rank fails; torchrun kills it 30 s after
 
 
@@ -68,40 +62,45 @@ class Keeping:
         self._threads = threads
         self._result = result
         self._event = event
-        self._deadline = deadline
-        self._ends: float | None = None  # by the monotonic clock
-        self._saves_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._time_left = TimeLeft(deadline)
         self._begun: dict[int, float] = {}  # by step when its save began, UTC epoch s
         self._interval: Interval | None = None
         self._asked = False
-        self._best = ""
-        self._mode: Literal["min", "max"] = "min"
+        self._about: dict[str, Any] = {}
+        self._policy = Policy()
+        self._judge: Judge | None = None  # where the best by it is kept
         self._manager: CheckpointManager | None = None
 
     @property
     def kept(self) -> bool:
         return self._manager is not None
 
-    def open(self, every: int | str | None, keep: int | None, judge: Judge | None = None) -> None:
-        """From now on save ``every`` so often (None: only at the end) and keep the ``keep`` newest (None: as many as
-        the recipe says). The recipe's table has the last word on everything else; where it is silent, the best one by
-        ``judge`` is kept."""
+    @property
+    def keeps_best(self) -> bool:
+        """Whether a checkpoint is worth making for what it was measured at alone."""
+        return self._judge is not None
+
+    def open(self, total: int, every: int | str | None, keep: int | None, judge: Judge | None = None) -> None:
+        """For a loop that ends at step ``total``. From now on save ``every`` so often (None: only at the end) and keep
+        the ``keep`` newest (None: as many as the recipe says). The recipe's table has the last word on everything else;
+        where it is silent, the best one by ``judge`` is kept.
+
+        Raises:
+            UsageError: in a run, a loop before this one counts as far.
+        """
+        if self._context.run is not None:
+            self._result.counts_to(total)
         if self._folder is None:
             return
         if self._manager is not None:  # of an earlier loop of the same session
             self._manager.settle()
             self._manager.close()
         context = self._context
-        asked = context.spec.recipe.checkpoint if context.spec else CheckpointSpec()
+        asked = keeping_asked.table(context)
         self._interval = self._chosen_interval(every, asked.keep_every) if every is not None else None
-        keep_best, self._best, self._mode = self._deciding(asked, judge)
-        policy = Policy(
-            keep=keep or asked.keep,
-            keep_every=asked.keep_every,
-            keep_best=keep_best,
-            best=self._best,
-            best_mode=self._mode,
-        )
+        self._about = about(context)
+        self._policy = policy = keeping_asked.policy(context, keep, judge)
+        self._judge = judge if judge is not None and policy.best == judge.metric else None
         self._manager = CheckpointManager(
             self._folder,
             Ranks(self._groups.checkpoint),
@@ -113,25 +112,14 @@ class Keeping:
             device=context.device,
             # The local backend's nodes are all on this machine.
             sharers=context.world_size if settings.LOCAL_JOB in os.environ else context.local_world_size,
-            about=about(self._context),
-            local=self._local(asked),
-            remote=self._remote(asked, policy),
-            until=self._until,
+            about=self._about,
+            local=keeping_asked.local(context),
+            remote=keeping_asked.remote(context, policy),
+            until=self._time_left.until,
             on_commit=self._committed,
             on_copy=self._copied,
         )
         self._manager.start()
-
-    def _deciding(self, asked: CheckpointSpec, judge: Judge | None) -> tuple[int, str, Literal["min", "max"]]:
-        """How many of the best ones stay, by which scalar, and whether the least is the best."""
-        recipe = self._context.spec.recipe if self._context.spec else Recipe()
-        keep_best = asked.keep_best if asked.keep_best != CHOSEN else int(judge is not None)
-        if keep_best == 0:
-            return 0, "", "min"
-        named = asked.best or recipe.contract.metric
-        if judge is not None and named in ("", judge.metric):
-            return keep_best, judge.metric, "max" if judge.higher_is_better else "min"
-        return keep_best, named or recipe.deciding_metric, recipe.best_mode
 
     def _chosen_interval(self, every: int | str, milestone: int) -> Interval:
         failures = Failures()
@@ -141,25 +129,6 @@ class Keeping:
             failures = failures_of(attempts.read_all(run)[:-1], max(1, nodes))  # the last one is this
         return Interval(every, milestone=milestone, failures=failures)
 
-    def _local(self, asked: CheckpointSpec) -> Local | None:
-        context = self._context
-        if not asked.local or context.run is None:
-            return None
-        try:
-            root = node_folder(asked.local, os.environ) / context.run.id
-        except EnvironmentNotFit as e:
-            root = None
-            log.warning("checkpoint.local = %s; checkpoints of this node go straight to the shared folder", e.message)
-        return Local(root, first=context.local_rank == 0)
-
-    def _remote(self, asked: CheckpointSpec, policy: Policy) -> Remote | None:
-        run = self._context.run
-        if not asked.remote or run is None:
-            return None
-        needed = self._context.rank == 0 and any(a.committed_step is not None for a in attempts.read_all(run)[:-1])
-        policy = dataclasses.replace(policy, keep=asked.remote_keep or policy.keep)
-        return Remote(f"{asked.remote.rstrip('/')}/{run.id}", policy, needed)
-
     def _copied(self, copied: Outcome) -> None:
         if copied.trouble is None:
             self._event("copied", step=copied.step, copy_s=copied.seconds, bytes=copied.bytes)
@@ -168,10 +137,19 @@ class Keeping:
         log.warning("the checkpoint of step %d is not copied: %s", copied.step, copied.trouble.why)
 
     def restore(self, state: dict[str, Any], seed: int) -> int:
-        """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none."""
+        """Fill ``state`` from the newest checkpoint that verifies; returns its step, 0 where there is none.
+
+        Raises:
+            UsageError: loops before this one have done more steps of the run.
+        """
         t_begin = clock.now()
         restored = self._manager.restore(state, self._agree) if self._manager is not None else None
         step = restored.step if restored else 0
+        if self._context.run is not None and step < self._result.step:
+            raise UsageError(
+                f"session.steps: would begin at step {step}, and {self._result.step} steps of the run are done",
+                fix="give all sessions of a run the same checkpoint_dir, and let a loop end by itself: it then saves",
+            )
         if restored is not None:
             self._result.step = self._result.committed_step = step
             self._event(
@@ -183,6 +161,7 @@ class Keeping:
                 skipped=restored.skipped,
                 **({} if restored.from_local is None else {"from_local": restored.from_local}),
             )
+            self._look_for_best()
         self._continue_random(restored, seed, step)
         self._leave_out(state)
         if self._interval is not None:
@@ -198,18 +177,39 @@ class Keeping:
             Diverged: on all ranks, where that was done too often, or there is no such checkpoint.
         """
         t_begin = clock.now()
-        if self._manager is None:
-            raise Diverged(f"{back.why}: there are no checkpoints to go back to", fix="give session() a checkpoint_dir")
-        self._manager.settle()
-        restored = self._manager.go_back(state, wanted)
+        manager = self._settled(back)
+        restored = manager.go_back(state, wanted)
         if restored is None:
             raise Diverged(f"{back.why}: no checkpoint of step {wanted.most} or before is left")
         step = self._result.committed_step = restored.step
+        self._look_for_best()
         self._continue_random(restored, seed, step)
         self._leave_out(state)
         self._asked = False
         if self._interval is not None:
             self._interval.begun()
+        self._tell_of_way_back(t_begin, back, wanted, step)
+        return step
+
+    def go_back_later(self, back: Back, wanted: Wanted) -> None:
+        """Collective, for ranks that leave: write down that the run goes back, so that the next attempt begins there.
+
+        Raises:
+            TooLate: the process must end before that, on all ranks. The next attempt finds out by itself.
+            Diverged: as :meth:`go_back`.
+        """
+        t_begin = clock.now()
+        step = self._result.committed_step = self._settled(back).condemn(wanted)
+        self._tell_of_way_back(t_begin, back, wanted, step)
+
+    def _settled(self, back: Back) -> CheckpointManager:
+        """A checkpoint that is committed later the record of the way back would not know."""
+        if self._manager is None:
+            raise Diverged(f"{back.why}: there are no checkpoints to go back to", fix="give session() a checkpoint_dir")
+        self._manager.settle()
+        return self._manager
+
+    def _tell_of_way_back(self, t_begin: float, back: Back, wanted: Wanted, step: int) -> None:
         self._event(
             "rolled_back",
             t_begin=t_begin,
@@ -220,7 +220,20 @@ class Keeping:
             restore_s=clock.now() - t_begin,
         )
         log.warning("%s: back to step %d, without that data", back.why, step)
-        return step
+
+    def _look_for_best(self) -> None:
+        """The checkpoint of what was best may be gone: it went when a better one came, to which the run did not come
+        back."""
+        judge = self._judge
+        if self._manager is None or judge is None or judge.best_step is None:
+            return
+        was, left = judge.best_step, self._manager.measured_unless(judge.best_step, judge.metric)
+        if left is None:
+            return
+        judge.lose_best(left)
+        if self._context.rank == 0:
+            now = "the next evaluation's" if judge.best_step is None else f"that of step {judge.best_step}"
+            log.warning("the best checkpoint, of step %d, is not there any more; the best is now %s", was, now)
 
     def _continue_random(self, restored: Restored | None, seed: int, step: int) -> None:
         if restored is not None and restored.rank_state is not None:
@@ -239,16 +252,18 @@ class Keeping:
                 state[name].leave_out(ranges)
 
     def _agree(self, made: Made) -> None:
-        """Whether to go on from a checkpoint that was made like that, as the contract says.
+        """Whether to go on from a checkpoint that was made like that, as the contract says. Collective: nodes need not
+        be like each other.
 
         Raises:
-            ConfigError: only under the same circumstances, and they are others.
+            ConfigError: on all ranks; only under the same circumstances, and they are others on one of them.
         """
-        found = sameness.differences(made, self._context, about(self._context))
+        mine = sameness.differences(made, self._context, self._about)
+        everybody = Ranks(self._groups.checkpoint).told((self._context.node, mine) if mine else None)
+        found = sameness.of_all(everybody)
         if not found:
             return
-        exact = self._context.spec is not None and self._context.spec.recipe.contract.resume == "exact"
-        if exact:
+        if _exact(self._context):
             raise ConfigError(
                 f"contract.resume = 'exact', and this is not how the checkpoint was made: {'; '.join(found)}",
                 fix="start it as it was, or begin a new run with contract.resume = 'elastic'",
@@ -290,16 +305,25 @@ class Keeping:
         if self._manager is None:
             return
         metric = None
-        if self._best:
-            value = newest.get(self._best)
+        if self._policy.best:
+            value = newest.get(self._policy.best)
             number = isinstance(value, (int, float)) and math.isfinite(value)
-            metric = Metric(name=self._best, value=float(value) if number else None, mode=self._mode)  # type: ignore[arg-type]
+            found = float(value) if number else None  # type: ignore[arg-type]
+            metric = Metric(name=self._policy.best, value=found, mode=self._policy.best_mode)
         rank_state, wait = self._rank_state(), reason != "interval"
+        if reason == "interval" and self._only_for_best(step):
+            reason = "best"
         self._begun[step] = clock.now()
         self._manager.save(step, state, rank_state, reason=reason, metric=metric, wait=wait)
+        if reason == "best":  # the regular ones come as they would without
+            return
         self._asked = False
         if self._interval is not None:
             self._interval.begun()
+
+    def _only_for_best(self, step: int) -> bool:
+        """Rank 0, which commits, knows; the others do not know whether a clock has asked."""
+        return self._judge is not None and self._judge.best_step == step and not (self.due(step) or self._asked)
 
     def _rank_state(self) -> dict[str, Any]:
         return {"random": seeds.capture(self._context.device), "threads": self._threads}
@@ -309,7 +333,7 @@ class Keeping:
             self._event("checkpoint_interval", seconds=self._interval.seconds, why=self._interval.explain())
 
     def _committed(self, saved: Saved) -> None:
-        self._saves_s.append(saved.save_s)
+        self._time_left.saves_s.append(saved.save_s)
         self._result.committed_step = saved.step
         self._event(
             "checkpoint",
@@ -336,47 +360,14 @@ class Keeping:
         if self._manager is not None:
             self._manager.settle()
 
-    def left_s(self) -> float:
-        """Until this process must have ended, as far as this rank was told; inf: nobody has said so."""
-        deadline = self._deadline()
-        return math.inf if deadline is None else deadline - clock.now()
-
-    def must_end_in(self, left_s: float) -> None:
-        """What all ranks go by from now on: they give up together, or one would wait for another one's word. It does
-        not depend on the wall clock any more."""
-        if math.isfinite(left_s):
-            # A deadline that is past is a late word or a clock that jumped: the kill may still be some way off.
-            until = clock.monotonic() + max(LEAST_S, left_s - ORDERLY_END_S)
-            self._ends = until if self._ends is None else min(self._ends, until)
-
-    def _until(self) -> float | None:
-        """When waiting for a save must end, so that there is time for an orderly end."""
-        if self._ends is None:
-            self.must_end_in(self.left_s())
-        return self._ends
+    def is_late(self, agreement: StopAgreement) -> bool:
+        """Whether it is too late for a save after what is still under way, on all ranks alike. Collective."""
+        return self._time_left.is_late(agreement, 1 + (self._manager.under_way if self._manager is not None else 0))
 
     def given_up(self, step: int, e: TooLate) -> None:
         """Say that what should have been saved is not."""
         self._event("save_given_up", step=step, why=e.message)
         log.warning("%s; the run goes on from step %d", e.message, self._result.committed_step or 0)
-
-    def is_late(self, agreement: StopAgreement) -> bool:
-        """Whether it is too late for a save, on all ranks alike; they go by the earliest deadline from now on.
-        Collective."""
-        left_s = agreement.least(self.left_s())
-        self.must_end_in(left_s)
-        return agreement.any(self.too_late(left_s))
-
-    def too_late(self, left_s: float) -> bool:
-        """Whether a save would not end before the kill, by the slowest of the last ones, and after what is still under
-        way. The newest committed checkpoint then stands; a save that is killed half way would not change that, only
-        cost the orderly end."""
-        saves = 1 + (self._manager.under_way if self._manager is not None else 0)
-        return SAVE_MARGIN * saves * self._slow_s > left_s
-
-    @property
-    def _slow_s(self) -> float:
-        return max(self._saves_s, default=0.0)
 
     def close(self) -> None:
         """Not collective: other ranks may be gone, so a save under way is waited for as long as one takes."""
@@ -387,7 +378,7 @@ class Keeping:
             why = f"the run's end was not put off any longer for it; it is in {self._folder}"
             self._event("copy_failed", step=self._result.committed_step, why=why)
             log.warning("the last checkpoint is not copied: %s", why)
-        self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._slow_s), over=completed)
+        self._manager.close(min(LAST_WORD_S, 2.0 + 3 * self._time_left.slow_s), over=completed)
         self._manager = None
 
     def _told_to_stop(self) -> bool:
@@ -403,8 +394,14 @@ def about(context: RankContext) -> dict[str, Any]:
         "python": platform.python_version(),
         "recipe": msgspec.to_builtins(_public(spec.recipe)) if spec is not None and spec.script is None else None,
         "git": record.get("git"),
+        # Read by one rank, and where it matters: it may be 100 MiB.
+        "code": sameness.files_of(run.code) if run is not None and context.rank == 0 and _exact(context) else None,
         "precision": context.precision,
     }
+
+
+def _exact(context: RankContext) -> bool:
+    return context.spec is not None and context.spec.recipe.contract.resume == "exact"
 
 
 def _public(recipe: Recipe) -> Recipe:

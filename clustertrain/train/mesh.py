@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import warnings
@@ -11,11 +13,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from clustertrain import settings
+from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
+
+_sessions = itertools.count(1)  # of this process
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,42 @@ def dimensions(layout: Layout) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(used), tuple(used.values())
 
 
+@functools.cache
+def _meeting_place(timeout: timedelta) -> Store:
+    """Kept for all sessions of this process: a store that rank 0 serves must not end with the first of them, while
+    other ranks are at it for the next."""
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    return store
+
+
 def open_groups(context: RankContext, timeout_s: float) -> Groups:
-    """Join the other ranks. ``timeout_s`` bounds every collective, and so how long a dead peer can hold this rank."""
+    """Join the other ranks. ``timeout_s`` bounds every collective, and so how long a dead peer can hold this rank.
+
+    Raises:
+        UsageError: there are groups already, the script's own or of another session.
+    """
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)
     if not context.launched:
         return Groups(None, None, None, None)
     timeout = timedelta(seconds=timeout_s)
     cuda = context.device.type == "cuda"
+    if dist.is_initialized():
+        raise UsageError(
+            "session: torch.distributed is initialised already",
+            fix="leave it to the session, which does it by itself, and open none inside another or after one that "
+            "failed",
+        )
+    # torch numbers the groups of each session from 0. Under the same names in the store a rank would find the addresses
+    # at which its peers were in the session before, and wait for them there.
+    store = PrefixStore(f"session-{next(_sessions)}", _meeting_place(timeout))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, device_id=context.device if cuda else None
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timeout,
+        device_id=context.device if cuda else None,
     )
     layout, device = context.layout, context.device.type
     names, sizes = dimensions(layout)

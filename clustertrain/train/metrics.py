@@ -49,6 +49,7 @@ def _echoed(value: Plain) -> str:
 class _Row:
     plain: dict[str, Any]
     coming: list[Arriving]
+    again: bool
 
     def ready(self) -> bool:
         return all(part.ready() for part in self.coming)
@@ -69,10 +70,12 @@ class Metrics:
         self,
         path: Path | None,
         echo_every: int = 0,
+        complete: Callable[[dict[str, Any]], None] = lambda row: None,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """``on_row`` is called with each row that was written."""
+        """``complete`` may change each row before it is written, ``on_row`` is called with it afterwards."""
         self._file = fsio.Appender(path) if path else None
+        self._complete = complete
         self._on_row = on_row
         self._echo_every = echo_every
         self._waiting: deque[_Row] = deque()
@@ -83,9 +86,12 @@ class Metrics:
         plain: dict[str, Any],
         scalars: Mapping[str, Plain | torch.Tensor],
         coming: Sequence[Arriving] = (),
+        *,
+        again: bool = False,
     ) -> None:
         """Queue one row and write those before it that have arrived. What is in ``plain`` wins over ``scalars``, and
-        both over what is ``coming`` already.
+        both over what is ``coming`` already. ``again``: the row of this step was told before, so that ``on_row`` has
+        seen it.
 
         Raises:
             ConfigError: a tensor of more than one element.
@@ -100,22 +106,26 @@ class Metrics:
         self.drain()
         numbers = {k: v for k, v in scalars.items() if not isinstance(v, torch.Tensor)}
         parts = [Arriving([k], [t]) for k, t in tensors.items()]
-        self._waiting.append(_Row({**plain, **numbers}, [*parts, *coming]))
+        self._waiting.append(_Row({**plain, **numbers}, [*parts, *coming], again))
 
     def drain(self, *, wait: bool = False) -> None:
         """Write the rows that have arrived; with ``wait`` all of them."""
         while self._file is not None and self._waiting and (wait or self._waiting[0].ready()):
-            values = self._waiting.popleft().values()
+            row = self._waiting.popleft()
+            values = row.values()
+            self._complete(values)
             self._file.append(values)
             self.newest.update(values)
             if self._echo_every and values["step"] % self._echo_every == 0:
                 told = ((k, v) for k, v in values.items() if k != "t" and PART not in k and not k.startswith(SUM))
                 print("  ".join(f"{k} {_echoed(v)}" for k, v in told), flush=True)
-            self._on_row(values)
+            if not row.again:
+                self._on_row(values)
 
     def go_on_in(self, path: Path | None) -> None:
         """The rows to come are of earlier steps than those so far: write them into ``path``."""
         self.drain(wait=True)
+        self.newest = {}  # of steps that are thrown away
         if self._file is not None and path is not None:
             self._file.close()
             self._file = fsio.Appender(path)

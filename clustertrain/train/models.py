@@ -40,13 +40,20 @@ def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
         to_look_at: nothing will fill the model, so it is on the meta device wherever it can be built there.
 
     Raises:
-        ConfigError: model and data do not fit each other, or one of them is not there.
+        ConfigError: model and data do not fit each other, or one of them is not there; a key that its loss does not
+            read.
     """
     spec = recipe.model
     made = model(spec, to_look_at=to_look_at)
     own: Any = getattr(made, "loss", None) if spec.entry else None
     # A kind that is named wins over what the module brings with it.
     own_loss = callable(own) and recipe.objective.kind == "auto"
+    if own_loss and recipe.objective.label_smoothing:
+        raise ConfigError(
+            f"objective.label_smoothing = {recipe.objective.label_smoothing:g} has no effect with the loss of "
+            f"{spec.entry}",
+            fix='remove it, or set objective.kind = "cross-entropy"',
+        )
     limits = limits_of(recipe, made, own_loss=own_loss)
     data = datasets(recipe, limits)
     return Task(made, data.train, own if own_loss else losses.objective(recipe), data.validation, limits)

@@ -11,7 +11,7 @@ from torch import nn
 
 from clustertrain.checkpoint.state import block, clean
 from clustertrain.errors import ConfigError
-from clustertrain.train import computation, data_parallel, dropout, seeds
+from clustertrain.train import computation, data_parallel, dropout, seeds, ties
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 
@@ -99,7 +99,8 @@ def _place(part: nn.Module, device: torch.device, offload: bool) -> None:
         there = home if isinstance(t, nn.Parameter) else device
         return torch.empty_like(t, device=there) if t.is_meta else t.to(there)
 
-    part._apply(placed)  # type: ignore[no-untyped-call]
+    with ties.kept(part):  # what leaves the meta device becomes another parameter in each module
+        part._apply(placed)  # type: ignore[no-untyped-call]
 
 
 def _initialise(part: nn.Module, whole: nn.Module, seed: int, device: torch.device) -> None:

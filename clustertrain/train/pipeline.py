@@ -134,7 +134,8 @@ class Pipeline(nn.Module):
             nobodys: which of them count nothing.
 
         Returns:
-            This rank's (sum of losses, count) in fp64, zero where the last stage is another rank's.
+            Of each micro-batch the (sum of losses, count), (micro-batches, 2) in fp64, zero where the last stage is
+            another rank's.
 
         Raises:
             ConfigError: micro-batches of several shapes, or a number of them that the schedule cannot take.
@@ -163,8 +164,9 @@ class Pipeline(nn.Module):
             # torch tells of a failed stage in words of its own; what becomes of the run hangs on the failure itself.
             raise e.__cause__ or e  # noqa: B904
         self._sum_copies()
-        zero = torch.zeros(2, dtype=torch.float64, device=self._context.device)
-        return sum((counted[i] for i in sorted(counted)), start=zero)
+        if not counted:
+            return torch.zeros(len(micro_batches), 2, dtype=torch.float64, device=self._context.device)
+        return torch.stack([counted[i] for i in sorted(counted)])
 
     def _given(self, inputs: list[Any], samples: Sequence[torch.Tensor | None]) -> tuple[Sequence[Any], dict[str, Any]]:
         """What the schedule is to cut into micro-batches again: it takes the whole batch."""

@@ -46,8 +46,12 @@ class LossScale:
 
     def __init__(self, summed: int = 1, interval: int = 2000) -> None:
         """``summed`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a mean."""
-        self.scale = 2.0 ** (16 - max(0, summed - 1).bit_length())
+        self._first = 2.0 ** (16 - max(0, summed - 1).bit_length())
         self.interval = interval
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.scale = self._first
         self.good_steps = 0
 
     def update(self, *, overflow: bool) -> bool:

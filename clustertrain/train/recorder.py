@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -17,11 +18,12 @@ from clustertrain.train.memory import allocated_gib, peak_allocated_gib
 from clustertrain.train.metrics import Metrics, Plain, Scalar, checked
 from clustertrain.train.schedule import LR_SCALE
 from clustertrain.train.stability.layers import Layers
-from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.warnings import BAD_SAMPLES, Warnings
 from clustertrain.train.stability.watch import Watch
-from clustertrain.train.step import Stepped
+from clustertrain.train.step import Stepped, alone
 
 _GIB = 1 << 30
+_BAD = ("_bad", "_bad_numbers", "_bad_squares")  # arrive with a row, and are not in it
 
 
 class Recorder:
@@ -40,7 +42,7 @@ class Recorder:
         path = self._path(-1)
         marks.continue_rows(path)
         self.watch: Watch | None = None
-        self.metrics = Metrics(path, self._log_every, warnings.see)
+        self.metrics = Metrics(path, self._log_every, self._complete, warnings.see)
         self._logged: dict[str, Plain | torch.Tensor] = {}
         self._own: dict[str, Plain | torch.Tensor] = {}
         self._coming: list[Arriving] = []
@@ -71,7 +73,7 @@ class Recorder:
 
     def stepped(self, done: Stepped, optimizer: torch.optim.Optimizer) -> None:
         """What goes into the row of the step under way, where the script has not logged the same."""
-        names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike")
+        names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike", *_BAD)
         figures = (
             done.loss,
             done.grad_norm,
@@ -79,6 +81,7 @@ class Recorder:
             done.clip_fraction,
             done.skipped.int(),
             done.spike.int(),
+            *done.bad,
         )
         self._coming = [Arriving(names, figures)] if self._run is not None else []
         if done.layers is not None and self._run is not None:
@@ -87,6 +90,16 @@ class Recorder:
             self.watch.stepped(done)
         lr, scale = optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get(LR_SCALE, 1.0)
         self._own = {"lr": lr / scale, **({"overflow": 1} if done.overflow else {})}
+
+    def _complete(self, row: dict[str, Any]) -> None:
+        """Before a row is written: which samples a step had that was not to be. fp16's loss scale takes care of an
+        overflow, whatever the samples are."""
+        bad = [row.pop(name) for name in _BAD if name in row]
+        if not bad or self.watch is None or row.get("overflow"):
+            return
+        if row["skipped"] or row["spike"]:
+            named = self.watch.named(row["step"], alone(*bad))
+            row.update({BAD_SAMPLES: named} if named else {})
 
     def begin(self, step: int) -> None:
         """``step``: how many are done."""
@@ -122,7 +135,9 @@ class Recorder:
         return found
 
     def went_back(self) -> None:
-        """The rows to come are of earlier steps: they get a file of their own, since in each the steps rise."""
+        """The rows to come are of earlier steps: they get a file of their own, since in each the steps rise. What
+        the step that was thrown away has told says nothing of an earlier one."""
+        self._logged, self._own, self._coming = {}, {}, []
         if self._run is not None:
             stretch = len(self._run.metrics_files(self._attempt))
             self.metrics.go_on_in(self._run.metrics_of(self._attempt, stretch))

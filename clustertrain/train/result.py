@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
-from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError, UsageError
 from clustertrain.train.memory import peak_allocated_gib
 
 Ending = Literal["completed", "stopped", "failed"]
@@ -68,6 +68,7 @@ class RankResult:
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
         self._deferred = False
+        self._total = -1
         self.ending: Ending | None = None
         self.step = 0
         self.committed_step: int | None = None
@@ -78,6 +79,20 @@ class RankResult:
     def defer(self) -> None:
         """Promise to call :meth:`completed` when the script has returned, so that leaving a session does not."""
         self._deferred = True
+
+    def counts_to(self, total: int) -> None:
+        """A loop begins that ends at step ``total`` of the run.
+
+        Raises:
+            UsageError: one before it, of this session or an earlier one, ends there or later.
+        """
+        if total <= self._total:
+            raise UsageError(
+                f"session.steps(total={total}): a loop before it ends at step {self._total}, and the steps of a run "
+                "are counted on",
+                fix=f"total={self._total + total} for {total} more, or submit them as a run of their own",
+            )
+        self._total = total
 
     def left(self) -> None:
         """The session was left in order. What the script does after it belongs to the rank's work all the same, and the

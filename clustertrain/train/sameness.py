@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from importlib import machinery
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
 
-from clustertrain.checkpoint.manager import Made
+from clustertrain.checkpoint.restoring import Made
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
+
+_SHOWN = 3  # names of files
 
 
 def differences(made: Made, context: RankContext, now: Mapping[str, Any]) -> list[str]:
@@ -37,7 +42,56 @@ def differences(made: Made, context: RankContext, now: Mapping[str, Any]) -> lis
     before, after = _code(made.about.get("git")), _code(now.get("git"))
     if before and before != after:
         found.append(f"code {before} then, {after or 'not known'} now")
+    return found + changed_files(made.about.get("code"), now.get("code"))
+
+
+def of_all(everybody: Sequence[tuple[str, Sequence[str]] | None]) -> list[str]:
+    """What the ranks have found, each thing once: with the nodes and ranks that have, where not all do.
+
+    Args:
+        everybody: of each rank its node and what it has found; None: nothing.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, told in enumerate(everybody):
+        for words in told[1] if told is not None else ():
+            ranks.setdefault(words, []).append(rank)
+    found = []
+    for words, having in ranks.items():
+        nodes = dict.fromkeys(told[0] for told in map(everybody.__getitem__, having) if told is not None)
+        where = f" (node {', '.join(nodes)}; rank {', '.join(map(str, having))})"
+        found.append(words if len(having) == len(everybody) else words + where)
     return found
+
+
+def files_of(code: Path) -> dict[str, str]:
+    """By name a checksum of each file of a run's ``code/``, without what Python leaves there when it imports."""
+    found = {}
+    for folder, folders, files in os.walk(code):
+        links = [f for f in folders if Path(folder, f).is_symlink()]
+        folders[:] = [f for f in folders if f != "__pycache__"]
+        for name in [*files, *links]:
+            path = Path(folder, name)
+            found[str(path.relative_to(code))] = _checksum(path)
+    return found
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.is_file() else str(path.readlink())
+    except OSError as e:
+        return e.strerror or str(e)
+
+
+def changed_files(before: Any, now: Any) -> list[str]:
+    """A file that was not there before counts where Python could import it; others a script may have written."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):  # no exact resume then, or not this rank's part
+        return []
+    new = [name for name in now if name not in before and name.endswith(tuple(machinery.all_suffixes()))]
+    names = sorted([*(name for name, checksum in before.items() if now.get(name) != checksum), *new])
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"code/ of the run was changed: {', '.join(names[:_SHOWN])}{more}"]
 
 
 def _words(layout: Mapping[str, Any]) -> str:

@@ -3,16 +3,16 @@ to offer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from clustertrain.errors import ConfigError
 
-FINITE_BATCHES = 4  # micro-batches of each reader whose numbers are looked at one by one; later `blame` is asked
+FINITE_BATCHES = 4  # micro-batches of each reader whose numbers are looked at one by one; later the step's loss tells
+LISTED, DESCRIBED = 64, 4  # samples of a step
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ def where(dataset: Any, sample: int) -> str:
     return f"sample {sample} ({own(sample)})" if callable(own) else f"sample {sample}"
 
 
+def listed(dataset: Any, samples: Sequence[int]) -> str:
+    """The numbers of :data:`LISTED` of ``samples``, of the first few with what the data set calls them."""
+    words = [where(dataset, sample) for sample in samples[:DESCRIBED]]
+    words += [str(sample) for sample in samples[DESCRIBED:LISTED]]
+    more = f" and {len(samples) - LISTED} more" if len(samples) > LISTED else ""
+    return f"{', '.join(words)}{more}"
+
+
 class Check:
     """Looks at each micro-batch, and at the first ones for numbers that are not finite."""
 
@@ -55,7 +63,7 @@ class Check:
         if self._looked < FINITE_BATCHES:
             self._looked += 1
             for name, tensor in tensors(batch):
-                for row, _, value in _not_finite(tensor):
+                for row, value in _not_finite(tensor):
                     raise ConfigError(
                         f"{where(dataset, keys[row][0])}: {name} holds {value}",
                         fix="mend it or leave it out: one such sample makes the loss of the whole step so",
@@ -114,54 +122,6 @@ def _within(
         )
 
 
-# -- after a step that was not finite
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A sample whose own numbers are not finite. ``place`` is its position in the run, ``sample`` its number in the
-    data set; None where it cannot be told."""
-
-    micro_batch: int
-    row: int
-    place: int | None
-    sample: int | None
-    what: str
-
-    def __str__(self) -> str:
-        name = (
-            f"sample {self.sample}" if self.sample is not None else f"row {self.row} of micro-batch {self.micro_batch}"
-        )
-        return f"{name}: {self.what}"
-
-
-def blame(
-    batch: Any, places: Sequence[torch.Tensor] | None, sample_at: Callable[[int], int] | None = None
-) -> list[Suspect]:
-    """The samples of ``batch`` that are not finite themselves, for a step whose loss was not. Waits for the device.
-
-    None is found where the model made the number, and then the whole batch is what was being learned from.
-
-    Args:
-        batch: (inputs, target), or a list of such micro-batches, as given to ``train_step``.
-        places: of each micro-batch the position of its samples in the run; those below 0 are nobody's.
-        sample_at: the sample at a position: ``Loader.sample_at``.
-    """
-    found = []
-    for m, part in enumerate(batch if isinstance(batch, list) else [batch]):
-        of_rows = places[m].tolist() if places is not None else None
-        seen: set[int] = set()
-        for name, tensor in tensors(part):
-            for row, at, value in _not_finite(tensor):
-                place = of_rows[row] if of_rows is not None and row < len(of_rows) else None
-                if row in seen or (place is not None and place < 0):
-                    continue
-                seen.add(row)
-                sample = sample_at(place) if sample_at is not None and place is not None else None
-                found.append(Suspect(m, row, place, sample, f"{name}{f' at {at}' if at else ''} is {value}"))
-    return found
-
-
 def tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of ``batch`` with its name."""
     if isinstance(batch, torch.Tensor):
@@ -175,13 +135,12 @@ def tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors(value, part)
 
 
-def _not_finite(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[int, ...], float]]:
-    """(row, place in it, value) of the first such number of each row."""
+def _not_finite(tensor: torch.Tensor) -> Iterator[tuple[int, float]]:
+    """(row, value) of the first such number of each row."""
     # A sum is finite unless a term is not (or it overflows), and 40 times as fast as looking at each.
     if not tensor.is_floating_point() or not tensor.dim() or bool(torch.isfinite(tensor.sum())):
         return
-    bad = ~torch.isfinite(tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None])
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+    bad = ~torch.isfinite(rows)
     for row in bad.any(1).nonzero().flatten().tolist():
-        first = int(bad[row].int().argmax())
-        at = tuple(int(i) for i in np.unravel_index(first, tensor.shape[1:])) if tensor.dim() > 1 else ()
-        yield row, at, float(tensor[row].flatten()[first])
+        yield row, float(rows[row, int(bad[row].int().argmax())])

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.state import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision, profiling
@@ -44,9 +45,10 @@ class Stepped:
     nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
 
     ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
-    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``overflow``: the gradient of the
-    scaled loss left the range of fp16, which the loss scale takes care of: such a step is skipped and not bad;
-    ``layers``: figures by layer, of a step in which they were asked for."""
+    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``bad``: :func:`moments` of the
+    micro-batches of all data-parallel ranks; ``overflow``: the gradient of the scaled loss left the range of fp16,
+    which the loss scale takes care of: such a step is skipped and not bad; ``layers``: figures by layer, of a step in
+    which they were asked for."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
@@ -55,6 +57,7 @@ class Stepped:
     clip_fraction: torch.Tensor
     finite: torch.Tensor
     spike: torch.Tensor
+    bad: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     overflow: bool = False
     layers: Arriving | None = None
 
@@ -76,6 +79,28 @@ def figures(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     if not isinstance(count, torch.Tensor):
         count = torch.full((), count, device=total.device)  # filled there: a copy would make the host wait
     return torch.stack([total.double(), count.to(total.device).double()])
+
+
+def powers(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Of ``count`` micro-batches' numbers from ``first`` on the powers 0, 1 and 2, (count, 3) in fp64."""
+    numbers = torch.arange(first, first + count, dtype=torch.float64, device=device)
+    return torch.stack([torch.ones_like(numbers), numbers, numbers.square()], 1)
+
+
+def moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """Of the micro-batches whose loss is not finite the sum of the :func:`powers` of their numbers. The sum over the
+    ranks tells which one it is, where it is a single one: :func:`alone`.
+
+    Args:
+        totals: (sum of losses, count) of each micro-batch, (micro-batches, 2).
+    """
+    return ((~totals[:, :1].isfinite()).double() * powers).sum(0)
+
+
+def alone(bad: float, numbers: float, squares: float) -> int:
+    """The number that these are the :func:`moments` of; -1: there is none, or more than one. Ranks that have parts of
+    the same sequences count the same micro-batch several times."""
+    return int(numbers / bad) if bad and bad * squares == numbers**2 else -1
 
 
 def takes_samples(model: nn.Module) -> bool:
@@ -123,6 +148,7 @@ class TrainStep:
         at = context.layout.coordinates(context.rank)
         # Ranks that compute the same loss twice must not count it twice.
         self._counts_loss = at.tp == 0
+        self._powers = torch.zeros(0, 3)
         self.forward = ForwardTime(context.device, waits_for_nobody(model, context.layout))
 
     def __call__(
@@ -148,15 +174,20 @@ class TrainStep:
         if self._event is not None:
             from clustertrain.train import compiled
 
-            compiled.try_out(self._model, passes, self._context.device, self._event)
+            ranks = Ranks(self._groups.checkpoint)
+            compiled.try_out(self._model, passes, self._context, ranks, self._event)
             self._event = None
         self._statistics.keep()
         with look.hooks() if look is not None else nullcontext():
             totals = passes()
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
+        if len(self._powers) != len(totals):
+            self._powers = powers(self._context.data_rank * len(totals), len(totals), totals.device)
+        # Without their places nobody can say which samples a micro-batch holds.
+        bad = moments(totals, self._powers) if samples else torch.zeros_like(self._powers[0])
         with profiling.part("optimizer"):
-            return self._update(totals, clip, look)
+            return self._update(torch.cat([sum(totals, start=torch.zeros_like(totals[0])), bad]), clip, look)
 
     @property
     def untried(self) -> bool:
@@ -180,8 +211,9 @@ class TrainStep:
     def _accumulate(
         self, micro_batches: list[Any], samples: Sequence[Any], nobodys: list[bool], loss_fn: Loss
     ) -> torch.Tensor:
-        """Gradients of the loss's sum, averaged over the ranks; returns this rank's (sum of losses, count) in fp64."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)
+        """Gradients of the loss's sum, averaged over the ranks; returns of each of this rank's micro-batches the
+        (sum of losses, count), (micro-batches, 2) in fp64."""
+        totals = []
         defer = self._context.layout.defer_reduction
         with self._loss_context():
             for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
@@ -194,10 +226,11 @@ class TrainStep:
                     with profiling.part("backward"):
                         (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
-                totals += figures(value, count)
-        return totals
+                totals.append(figures(value, count))
+        return torch.stack(totals)
 
     def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:
+        """``totals``: this rank's sum of losses, its count, and :func:`moments`."""
         for p in self._frozen():
             p.grad = None  # so it is in no norm, and gets no state
         params = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -208,7 +241,7 @@ class TrainStep:
         figures = torch.cat([totals, squares.reshape(1)])
         if dist.is_initialized():
             dist.all_reduce(figures)
-        total, count, square = figures.unbind()
+        total, count, *bad, square = figures.unbind()
         # The reduction has averaged over the ranks; the sum is wanted, divided by all that was counted.
         factor = self._context.layout.gradient_ranks / (count * self._scale_now)
         factor = torch.where(count > 0, factor, 0.0)  # on the device: to ask the host would make it wait
@@ -230,6 +263,7 @@ class TrainStep:
             self.guard.note_clipped(clipped),
             judged.finite,
             judged.spike,
+            (bad[0], bad[1], bad[2]),
             overflow,
             layers,
         )

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.train import divides, dropout
+from clustertrain.train import divides, dropout, ties
 from clustertrain.train.context import RankContext
 
 WORDS: Mapping[str, str] = {
@@ -114,26 +114,32 @@ def _check_covered(model: nn.Module, found: list[tuple[str, str, nn.Module, str]
     covered: set[int] = set()
     for _, _, module, word in found:
         if word != "gather":
-            covered |= {id(p) for p in module.parameters(recurse=word in _COVERS_ALL_INSIDE)}
-    for name, p in model.named_parameters():
-        if id(p) not in covered:
+            covered |= {id(m) for m in (module.modules() if word in _COVERS_ALL_INSIDE else [module])}
+    for place in ties.places(model):
+        if id(place.module) not in covered:
             raise ConfigError(
-                f"tp_plan: no pattern covers parameter {name}, whose gradient could then be that of one rank's part",
+                f"tp_plan: no pattern covers parameter {place.name}, whose gradient could then be that of one rank's "
+                "part",
                 fix='add its module: "sequence" where it works on the residual stream, "replicated" on whole tensors',
             )
 
 
 def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
-    """Split ``part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place."""
+    """Split ``part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place.
+
+    Raises:
+        ConfigError: two modules share a parameter, which the plan splits in two ways.
+    """
     if context.parallel.async_tp:
         import torch._inductor.config as inductor
 
         inductor._micro_pipeline_tp = True
     styles = _styles(context)
-    for _, _, module, word in matches(part, part.tp_plan):  # type: ignore[arg-type]
-        for style in styles[word](module):
-            # All ranks have the same values, or none yet: each takes its part of its own.
-            parallelize_module(module, mesh, style, src_data_rank=None)
+    with ties.kept(part):
+        for _, _, module, word in matches(part, part.tp_plan):  # type: ignore[arg-type]
+            for style in styles[word](module):
+                # All ranks have the same values, or none yet: each takes its part of its own.
+                parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def loss_context(context: RankContext) -> AbstractContextManager[object]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from clustertrain.spec.data import DataSpec
 from clustertrain.spec.shards import BYTES, INDEX, Index, Shard, Width
 from clustertrain.train.text_files import files
 
+_OF_SHARD = re.compile(r"\d{5}\.(bin|ends\.npy)")
 SHARD_TOKENS = 32 * 1024 * 1024  # of a shard, all of which are in memory while it is written
 DocumentsAre = Literal["files", "lines", "jsonl"]
 
@@ -31,14 +34,53 @@ def write(
     tokenizer: str = "",
 ) -> Index:
     """Write ``documents``, each a sequence of tokens, to shards of about ``shard_tokens`` in ``folder``; empty ones are
-    left out. The index comes last: a folder without one is not complete.
+    left out. The index comes last: a folder without one is not complete. What fails leaves nothing.
 
     Raises:
-        ConfigError: the folder holds something already, a token does not fit ``dtype``, or there is no document.
+        ConfigError: the folder cannot be made or holds something already, a token does not fit ``dtype``, or there is
+            no document.
     """
-    if folder.exists() and any(folder.iterdir()):
+    _refuse_full(folder)
+    with _whole_or_gone(folder):
+        return _write(folder, documents, dtype, shard_tokens, tokenizer)
+
+
+def _refuse_full(folder: Path) -> None:
+    found = [p.name for p in folder.iterdir()] if folder.exists() else []
+    visible = [name for name in found if not name.startswith(".")]
+    if visible and all(_OF_SHARD.fullmatch(name) for name in visible):
+        raise ConfigError(
+            f"{folder}: shards without an index, of a call that was killed or is still at it",
+            fix="remove the folder, or name a new one",
+        )
+    if found:
         raise ConfigError(f"{folder}: not empty", fix="name a new folder, so that shards of two runs do not mix")
-    fsio.make_folder(folder)
+
+
+@contextlib.contextmanager
+def _whole_or_gone(folder: Path) -> Iterator[None]:
+    """The empty ``folder``, made where it is missing; emptied, and away if it was, when the block fails."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        fsio.make_folder(folder)
+    except OSError as e:
+        raise ConfigError(f"{folder}: {e.strerror}", fix="name a folder that you may write to") from e
+    try:
+        yield
+    except BaseException as e:
+        with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            for path in folder.iterdir():
+                path.unlink()
+            for path in missing:
+                path.rmdir()
+        if isinstance(e, OSError) and e.filename is None:  # no space left, says a write
+            e.filename = str(folder)
+        raise
+
+
+def _write(
+    folder: Path, documents: Iterable[Sequence[int] | Array], dtype: Width, shard_tokens: int, tokenizer: str
+) -> Index:
     shards: list[Shard] = []
     largest, most = -1, 2 ** (8 * BYTES[dtype]) - 1
     for part in _parts(documents, shard_tokens):
@@ -116,9 +158,24 @@ def of_bytes(text: bytes) -> Array:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-def of_function(function: Callable[[str], Sequence[int]]) -> Callable[[bytes], Sequence[int]]:
-    """``function`` takes text; what is not UTF-8 becomes U+FFFD."""
-    return lambda text: function(text.decode(errors="replace"))
+def of_function(function: Callable[[str], Sequence[int]]) -> Callable[[bytes], Array]:
+    """``function`` takes text; what is not UTF-8 becomes U+FFFD.
+
+    Raises:
+        ConfigError: when it gives something else than whole numbers.
+    """
+
+    def tokens(text: bytes) -> Array:
+        found = function(text.decode(errors="replace"))
+        ids = np.asarray(found)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"the tokenizer gave {type(found).__name__} {found!r:.60} for a document, and not token ids",
+                fix="let it return whole numbers, as tokenizer.encode(text).ids",
+            )
+        return ids
+
+    return tokens
 
 
 def ended(documents: Iterable[Sequence[int] | Array], end: int | None) -> Iterator[Array]:

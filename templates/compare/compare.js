@@ -36,7 +36,7 @@ function chart(name, figure) {
           dash: DASHES[Math.floor(i / 8) % 4],
           width: 1.5,
           spanGaps: true,
-          points: { show: r.curves[name].x.length < 60 },
+          points: { show: r.curves[name].x.length < 60, fill: () => colour("--card") },
           value: (u, v) => brief(v),
         })),
       ],

@@ -146,7 +146,7 @@ def _die(session: Any, fault: Fault) -> None:
 
 
 def _kill_own_writer(session: Any, fault: Fault) -> None:
-    process = getattr(session._keeping._manager._worker, "_process", None)
+    process = getattr(session._keeping._manager._flights.worker, "_process", None)
     if process is not None:
         process.kill()
 

@@ -43,6 +43,4 @@ def test_what_arrives_is_what_was_read_while_the_gpu_is_busy(workers: int) -> No
     for found in sums:
         expected = [(inputs.double().sum(), target.sum()) for inputs, target in next(here)]
         assert [(float(a), int(b)) for a, b in found] == [(float(a), int(b)) for a, b in expected]
-    torch.cuda.synchronize()
-    assert there.copied_s > 0
     there.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clustertrain.plan.layout import Layout
+from tests.layouts import CP, FSDP_TP, PLAIN, PP, TP_PP
 
 STEPS = 10
 THAW_STEP = 3  # of a resumed run
@@ -32,21 +33,15 @@ CELLS: Mapping[str, dict[str, Any]] = {
 }
 
 LAYOUTS: Mapping[str, Layout] = {
-    "ddp": Layout(strategy="ddp", dp_replicate=4),
-    "zero1": Layout(strategy="zero1", dp_replicate=4, zero1=True),
-    "fsdp": Layout(strategy="fsdp", dp_shard=4),
-    "fsdp-grad-op": Layout(strategy="fsdp-grad-op", dp_shard=4, reshard_after_forward=False),
-    "hsdp": Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
-    "tp": Layout(tp=2),
-    "tp+sp": Layout(tp=2, sequence_parallel=True),
-    "pp": Layout(pp=2, schedule="1f1b"),
+    **PLAIN,
+    "pp": PP,
     "zbv": Layout(pp=2, schedule="zbv", virtual_stages=2),
-    "cp": Layout(cp=2),
+    "cp": CP,
     "fsdp-cp": Layout(strategy="fsdp", dp_shard=2, cp=2),
-    "fsdp-tp": Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
+    "fsdp-tp": FSDP_TP,
     "fsdp-pp": Layout(strategy="fsdp", dp_shard=2, pp=2, schedule="1f1b", reshard_after_forward=False),
     "ddp-tp": Layout(strategy="ddp", dp_replicate=2, tp=2),
-    "tp-pp": Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
+    "tp-pp": TP_PP,
     "fsdp-tp-pp": Layout(
         strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True, pp=2, schedule="1f1b", reshard_after_forward=False
     ),

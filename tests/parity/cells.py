@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertrain.plan.layout import Layout
+from tests.layouts import CP, FSDP_TP, PLAIN, PP, TP_PP
 
 STEPS = 20
+FEW_STEPS = 6  # of slow cells in the subset
 GLOBAL_BATCH = 16
 SEQ_LEN = 16
 # Four layers, since an interleaved schedule on two ranks has four stages.
@@ -26,20 +28,14 @@ OPTIMIZERS = {
 }
 
 LAYOUTS: dict[str, Layout] = {
-    "ddp": Layout(strategy="ddp", dp_replicate=4),
-    "zero1": Layout(strategy="zero1", dp_replicate=4, zero1=True),
-    "fsdp": Layout(strategy="fsdp", dp_shard=4),
-    "fsdp-grad-op": Layout(strategy="fsdp-grad-op", dp_shard=4, reshard_after_forward=False),
-    "hsdp": Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
-    "tp": Layout(tp=2),
-    "tp+sp": Layout(tp=2, sequence_parallel=True),
-    "pp-1f1b": Layout(pp=2, schedule="1f1b"),
+    **PLAIN,
+    "pp-1f1b": PP,
     "pp-interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
     "pp-zero-bubble": Layout(pp=2, schedule="zero-bubble", virtual_stages=2),
-    "cp": Layout(cp=2),
-    "fsdp-tp": Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
+    "cp": CP,
+    "fsdp-tp": FSDP_TP,
     "hsdp-tp": Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True),
-    "tp-pp": Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
+    "tp-pp": TP_PP,
     "ddp-tp-pp": Layout(strategy="ddp", dp_replicate=2, tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -101,6 +97,11 @@ class Cell:
     def limit(self) -> Limit:
         return LIMITS[self.precision]
 
+    @property
+    def slow(self) -> bool:
+        """Tensor parallel's products on few cores."""
+        return self.shape.tp > 1 and self.shape.world_size > 2
+
     def factors(self) -> dict[str, Any]:
         """What is to be covered in pairs."""
         many = self.micro_batches == accumulations(self.layout)[1]
@@ -146,15 +147,14 @@ def pairs(cells: Iterable[Cell]) -> set[frozenset[tuple[str, Any]]]:
 
 
 def covering() -> list[Cell]:
-    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of
-    tensor parallel's products, which are slow on few cores, the cheapest), and then the cheapest cells that bring pairs
-    not met so far. Those are cp's, of the numeric policy ``cast``, and DDP's, of ``autocast``."""
+    """A subset for every change: each layout once in fp32, its combination of the other factors taken in turn (of slow
+    ones the cheapest), and then the cheapest cells that bring pairs not met so far. Those are cp's, of the numeric
+    policy ``cast``, and DDP's, of ``autocast``."""
     every = table()
     chosen = []
     for i, layout in enumerate(LAYOUTS):
         own = [c for c in every if c.layout == layout and c.precision == "fp32"]
-        slow = LAYOUTS[layout].tp > 1 and LAYOUTS[layout].world_size > 2
-        chosen.append(own[0] if slow else own[i % len(own)])
+        chosen.append(own[0] if own[0].slow else own[i % len(own)])
     missing = pairs(every) - pairs(chosen)
     while missing:
         best = max(every, key=lambda c: (len(pairs([c]) & missing), c.shape.tp == 1, -c.shape.world_size, c.shape.cp))

@@ -51,17 +51,18 @@ class Outcome:
         return "ok" if self.ok else "OFF"
 
 
-def run(cell: Cell, folder: Path) -> Outcome:
+def run(cell: Cell, folder: Path, steps: int = STEPS) -> Outcome:
     """``folder`` must not exist yet; the run directory and the ranks' logs are left in it."""
     with one_thread():
         started = clock.monotonic()
-        ranks = Ranks(_make_run(cell, folder / "run"), cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
+        made = _make_run(cell, folder / "run", steps)
+        ranks = Ranks(made, cell.shape.world_size, argv=(str(SCRIPT), cell.optimizer))
         failure = _wait(ranks)
         seconds = clock.monotonic() - started
         if failure:
             return Outcome(cell, seconds, failure=failure)
         rows = list(fsio.read_lines(ranks.run.metrics_of(1)))
-        if [r["step"] for r in rows] != list(range(1, STEPS + 1)):
+        if [r["step"] for r in rows] != list(range(1, steps + 1)):
             return Outcome(cell, seconds, failure=f"steps {[r['step'] for r in rows]} on record")
         return _judged(cell, seconds, rows)
 
@@ -70,7 +71,7 @@ def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
     skipped = frozenset(r["step"] for r in rows if r["skipped"])
     taken = [(r["loss"], r["grad_norm"]) for r in rows if not r["skipped"]]
     try:
-        wanted = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)
+        wanted = reference.losses_and_norms(cell.policy, cell.setting, skipped, cell.micro_batch)[: len(taken)]
     except reference.NeedlessSkip as e:
         return Outcome(cell, seconds, skipped=len(skipped), failure=str(e))
     loss, norm = reference.apart(taken, wanted)
@@ -79,13 +80,14 @@ def _judged(cell: Cell, seconds: float, rows: list[dict[str, Any]]) -> Outcome:
         failure = f"skipped steps {sorted(skipped)} without a loss scale"
     # bf16's limits are wide enough for fp32 to be within them: that it was bf16 must be seen elsewhere.
     if cell.precision != "fp32":
-        from_fp32 = reference.apart(taken, reference.losses_and_norms("fp32", cell.setting, skipped))
+        fp32 = reference.losses_and_norms("fp32", cell.setting, skipped)[: len(taken)]
+        from_fp32 = reference.apart(taken, fp32)
         if from_fp32[1] <= LIMITS["fp32"].norm:
             failure = f"computed in fp32: the norm is within {from_fp32[1]:.1e} of fp32's"
     return Outcome(cell, seconds, loss, norm, len(skipped), failure)
 
 
-def _make_run(cell: Cell, path: Path) -> RunDir:
+def _make_run(cell: Cell, path: Path, steps: int) -> RunDir:
     """A run directory as submit leaves it."""
     run = RunDir(path)
     (run.path / "attempts").mkdir(parents=True)
@@ -99,7 +101,7 @@ def _make_run(cell: Cell, path: Path) -> RunDir:
     recipe = {
         "model": MODEL,
         "data": DATA,
-        "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH, "log_every": STEPS},
+        "train": {"steps": steps, "global_batch": GLOBAL_BATCH, "log_every": steps},
         "optim": OPTIMIZERS[cell.setting],
         "parallel": parallel,
     }

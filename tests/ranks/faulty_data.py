@@ -3,6 +3,7 @@ loss is far too large, samples left out from the start."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ from clustertrain import settings
 
 
 def poison_gradients(rank: int, steps: Sequence[int]) -> None:
-    """Setup: one element of one gradient of ``rank`` is nan in the steps with these numbers, after the reduction. Each
-    rank writes whether it skipped each step to ``skips-<rank>`` of its rank folder."""
+    """Setup: one element of one gradient of ``rank`` is nan in the steps with these numbers, after the reduction; in
+    the last of them the loss of micro-batch 1 of data-parallel rank 1 is. Each rank writes whether it skipped each step
+    to ``skips-<rank>`` of its rank folder."""
     from clustertrain.train import gradients, step
 
     original, call = gradients.complete, step.TrainStep.__call__
@@ -23,11 +25,12 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
         params = list(params)
         original(params)
         done[0] += 1
-        if done[0] in steps and int(os.environ["RANK"]) == rank:
+        if done[0] in steps[:-1] and int(os.environ["RANK"]) == rank:
             next(g for g in gradients.local_gradients(params) if g.numel()).view(-1)[0] = float("nan")
 
-    def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = call(self, *args, **kwargs)
+    def stepped(self: Any, batch: Any, places: Any, loss_fn: Any, *args: Any) -> Any:
+        bad = done[0] + 1 == steps[-1] and self._context.data_rank == 1
+        found = call(self, batch, places, _poisoned(loss_fn, 1) if bad else loss_fn, *args)
         path = Path(os.environ[settings.RANK_DIR], f"skips-{os.environ['RANK']}")
         with path.open("a") as f:
             f.write(f"{int(found.skipped)}")
@@ -35,6 +38,17 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
 
     gradients.complete = complete
     step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
+
+
+def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    def loss(output: Any, target: Any) -> Any:
+        value = loss_fn(output, target)
+        factor = float("nan") if next(calls) == micro_batch else 1.0
+        return (value[0] * factor, *value[1:]) if isinstance(value, tuple) else value * factor
+
+    return loss
 
 
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:

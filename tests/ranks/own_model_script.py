@@ -1,5 +1,6 @@
-"""A training script with a model of the user's own, built on the CPU with biases and a norm of its own, and SGD, which
-shows a gradient of a wrong size. Arguments: samples a micro-batch, and which faults to make."""
+"""A training script with a model of the user's own, built on the CPU with biases, a norm of its own and a table that
+embedding and head share, and SGD, which shows a gradient of a wrong size. Arguments: samples a micro-batch, and which
+faults to make."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class Tagger(nn.Module):
         self.embed = nn.Embedding(WORDS, DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, WORDS)
+        self.embed.weight = self.head.weight
 
     def forward(self, words: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(words)

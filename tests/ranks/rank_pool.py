@@ -28,9 +28,11 @@ from clustertrain.run.spec import load_spec
 from clustertrain.spec.recipe import CheckpointSpec
 
 CONTEXT = multiprocessing.get_context("forkserver")
+# One that is not installed is left out.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "clustertrain.train.loop"]
-)
+    ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
+     "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.loop"]
+)  # fmt: skip
 SEQ_LEN = 16
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 

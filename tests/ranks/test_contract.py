@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,11 @@ def test_another_layout_is_refused_where_a_resume_must_be_exact(tmp_path: Path, 
     same = Ranks(run, 2, attempt=2, setup=stop_in, args=(6,)).expect(0)
     assert same.events("restored")[0]["step"] == 7  # told in step 5, all leave after the next one but one
     before = list(kept(run))
+    if resume == "exact":
+        for result in Ranks(run, 2, attempt=3, setup=another_python, args=(1,)).expect(78).results():
+            assert " then, 3.0.0 now (node b; rank 1)" in result["error"]["message"]
     write_plan(run, Layout(strategy="fsdp", dp_shard=2), 2, micro_batch=2)
-    other = Ranks(run, 2, attempt=3)
+    other = Ranks(run, 2, attempt=4)
     differs = "layout ddp then, fsdp now (strategy ddp -> fsdp, dp_replicate 2 -> 1, dp_shard 1 -> 2)"
     if resume == "elastic":
         assert other.expect(0).results()[0]["ending"] == "completed"
@@ -169,6 +173,14 @@ def test_another_layout_is_refused_where_a_resume_must_be_exact(tmp_path: Path, 
     said = other.results()[0]["error"]["message"]
     assert "contract.resume = 'exact'" in said and differs in said
     assert list(kept(run)) == before
+
+
+def another_python(rank: int) -> None:
+    """Setup: rank ``rank`` is on a node that is not like the others."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if int(os.environ["RANK"]) == rank:
+        os.environ["CLUSTERTRAIN_NODE"] = "b"
+        platform.python_version = lambda: "3.0.0"
 
 
 def stop_in(step: int) -> None:

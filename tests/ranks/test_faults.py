@@ -118,8 +118,8 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
     def with_fault(self: CheckpointManager, at: int, *args: Any, **kw: Any) -> Any:
         if at == step:
             self.settle()
-            self._worker.close()
-            self._worker = type(self._worker)("raw")  # type: ignore[call-arg]
+            self._flights.worker.close()
+            self._flights.worker = type(self._flights.worker)("raw")  # type: ignore[call-arg]
             fault_at(point, rank, nth, "KILL")
         return save(self, at, *args, **kw)
 

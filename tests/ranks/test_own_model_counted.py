@@ -69,7 +69,7 @@ def test_plan_counts_and_traces_it(type_: Type, capfd: pytest.CaptureFixture[str
     ("assignment", "said"),
     [
         ("model.args.width=0", "model.entry = 'nets:Net': ValueError: a width of 0"),
-        ("model.args.wdith=8", "model.args = {'wdith': 8}: nets:Net: got an unexpected keyword argument"),
+        ("model.args.wdith=8", "model.args = { wdith = 8 }: nets:Net: got an unexpected keyword argument"),
         ("model.entry=nets:Nte", "model.entry = 'nets:Nte': module 'nets' has no attribute"),
     ],
 )

@@ -138,6 +138,35 @@ def test_random_numbers_buffers_and_plain_state_go_on(tmp_path: Path) -> None:
     assert [r[3] for r in rows(parts)] == list(range(1, 11))
 
 
+AGAIN = """
+import torch
+from torch import nn
+import clustertrain as ct
+
+for total in (2, 4):
+    with ct.session() as session:
+        network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        model = session.parallelize(network, tp_plan={"0": "colwise", "2": "rowwise"})
+        optimizer = session.optimizer(torch.optim.SGD, lr=0.1)
+        data = session.loader(torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 2)), global_batch=8)
+        state = {"model": model, "optimizer": optimizer, "data": data}
+        for step in session.steps(total, state):
+            session.log(loss=session.train_step(next(data), nn.functional.mse_loss).loss)
+"""
+
+
+def test_a_second_session_goes_on_where_the_first_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    layout = Layout(strategy="fsdp", dp_shard=2, tp=2)
+    run = make_run(tmp_path / "run", layout, 4, global_batch=8, script=(script, ()))
+    ranks = Ranks(run, 4).expect(0)
+    losses = [loss for _, loss in sorted((r["step"], r["loss"]) for r in ranks.rows())]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [2, 4]
+    assert [e["step"] for e in ranks.events("restored")] == [2]
+
+
 HANGS = """
 import time
 import torch
@@ -180,6 +209,18 @@ def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None
     assert offline.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
 
 
+TWO_LOOPS = """
+import clustertrain as ct
+
+with ct.session() as session:
+    for step in session.steps(4):
+        pass
+with ct.session({1}) as session:
+    for step in session.steps({0}):
+        pass
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "code", "said"),
     [
@@ -187,6 +228,8 @@ def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None
         ("import sys; sys.exit('bad input')", "user_error", 1, "bad input"),
         ("import clustertrain as ct\nwith ct.session(device='tpu'): pass", "environment", 78, "must be cpu or cuda"),
         ("raise MemoryError", "out_of_memory", 1, ""),
+        (TWO_LOOPS.format(4, ""), "user_error", 1, "a loop before it ends at step 4"),
+        (TWO_LOOPS.format(9, "checkpoint_dir='apart'"), "user_error", 1, "begin at step 0, and 4 steps of the run are"),
     ],
 )
 def test_what_is_wrong_with_a_script_is_on_record(tmp_path: Path, text: str, kind: str, code: int, said: str) -> None:

@@ -39,7 +39,7 @@ def stop_with_deadline(step: int, left_s: float) -> None:
 
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
-        self._keeping._saves_s.append(10.0)
+        self._keeping._time_left.saves_s.append(10.0)
         if self.step == step and self.rank == 1:
             fsio.write_json(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop"), {"deadline": clock.now() + left_s})
 

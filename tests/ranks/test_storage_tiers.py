@@ -102,7 +102,6 @@ def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Pat
 
 def stop_when_there(url: str) -> None:
     """Setup: when the checkpoint at ``url`` is there the ranks are told to stop."""
-    from clustertrain.checkpoint.source import folder_at
     from clustertrain.train.session import Session
 
     original = Session.log
@@ -110,7 +109,7 @@ def stop_when_there(url: str) -> None:
     def log(self: Session, **scalars: Any) -> None:
         original(self, **scalars)
         if self.rank == 0:
-            assert clock.wait_until(lambda: index.is_committed(folder_at(url)), 60.0)
+            assert clock.wait_until(lambda: index.is_committed(RemoteFolder(url)), 60.0)
             Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop").touch()
 
     Session.log = log  # type: ignore[method-assign]
@@ -136,6 +135,6 @@ def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, e
 
 def impatient() -> None:
     """Setup: the end of a run waits half a second for copies that fail."""
-    from clustertrain.checkpoint import manager
+    from clustertrain.checkpoint import flights
 
-    manager.FAILING_S = 0.5
+    flights.FAILING_S = 0.5

@@ -58,11 +58,14 @@ def test_what_one_rank_alone_has_that_is_not_finite_all_skip(
     assert skips == ["00110"] * 4
     rows = metrics.read(run)
     assert [r["skipped"] for r in rows] == [0, 0, 1, 1, 0]
-    assert rows[3]["loss"] != rows[2]["loss"]  # of other samples, with the same weights
+    assert rows[4]["loss"] != rows[2]["loss"]  # of other samples, with the same weights
+    named = [r.get("bad_samples", "").partition(", epoch 0: sample ")[0] for r in rows]
+    assert named == ["", "", "the global batch", "micro-batch 1 of data-parallel rank 1", ""]
     # Weights and optimizer state are as they were, in all bits.
     assert digest(run, 2) == digest(run, 3) == digest(run, 4) != digest(run, 5)
     assert ranks.events("session_ended")[0]["skipped_steps"] == 2
-    assert [e["code"] for e in ranks.events("training_warning")].count("non_finite") == 1
+    (warning,) = (e for e in ranks.events("training_warning") if e["code"] == "non_finite")
+    assert rows[2]["bad_samples"] in warning["text"]
 
 
 def test_too_many_skipped_in_a_row_end_the_run_for_good(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert {r["ending"] for r in first.results()} == {"stopped"}
     stopped_at = first.results()[0]["step"]
     assert 12 < stopped_at < SPIKE_AT
-    write_plan(run, four, 4, global_batch=BATCH, micro_batch=2)
+    write_plan(run, four, 4, global_batch=BATCH, micro_batch=8)
     second = Ranks(run, 4, 2, setup=faulty_data.bad_samples, args=(BAD, 50.0)).expect(0)
     assert second.events("restored")[0]["step"] == stopped_at and not second.events("rolled_back")
     whole = spiking(tmp_path / "whole", SINGLE)
@@ -157,18 +160,17 @@ def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
 
 def stopping_after_the_way_back() -> None:
     """Setup: the run is told to stop at step 14, when it comes there for the second time."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.stepping import Steps
     from tests.ranks.rank_pool import touch_stop_at
 
     faulty_data.bad_samples(BAD, 50.0)
-    original = Session._go_back
+    original = Steps._go_back
 
-    def go_back(self: Session, *args: Any) -> int:
-        step = original(self, *args)
-        touch_stop_at(step + 2)
-        return step
+    def go_back(self: Steps, *args: Any) -> None:
+        original(self, *args)
+        touch_stop_at(self._step + 2)
 
-    Session._go_back = go_back  # type: ignore[method-assign]
+    Steps._go_back = go_back  # type: ignore[method-assign]
 
 
 def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
 )
 def test_each_way_to_clip_equals_one_process(tmp_path: Path, layout: Layout, optim: dict[str, Any]) -> None:
     def rows(name: str, layout: Layout) -> list[dict[str, Any]]:
-        run = run_of(tmp_path / name, layout, steps=22, every=50, tables={"optim": optim})
+        run = run_of(tmp_path / name, layout, steps=22, every=50, micro_batch=4, tables={"optim": optim})
         return Ranks(run, layout.world_size).expect(0).rows()
 
     found, wanted = rows("found", layout), rows("wanted", SINGLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clustertrain.plan.layout import Layout
+from tests.layouts import FSDP_TP, PLAIN, TP_PP
 
 SAVED_AT, STEPS = 3, 8  # five steps after the restore are compared
 SAVED_AGAIN_AT = 4  # what was restored, before any step is done
@@ -20,11 +21,11 @@ SOURCE_RANKS = 4
 LAYOUTS: dict[tuple[str, int], Layout] = {
     **{("ddp", n): Layout(strategy="ddp", dp_replicate=n) for n in (2, 3, 4)},
     **{("fsdp", n): Layout(strategy="fsdp", dp_shard=n) for n in (2, 3, 4)},
-    ("hsdp", 4): Layout(strategy="hybrid-shard", dp_replicate=2, dp_shard=2),
+    ("hsdp", 4): PLAIN["hsdp"],
     **{("tp", n): Layout(tp=n, sequence_parallel=True) for n in (2, 4)},
-    ("fsdp-tp", 4): Layout(strategy="fsdp", dp_shard=2, tp=2, sequence_parallel=True),
+    ("fsdp-tp", 4): FSDP_TP,
     **{("pp", n): Layout(pp=n, schedule="1f1b") for n in (2, 4)},
-    ("tp-pp", 4): Layout(tp=2, sequence_parallel=True, pp=2, schedule="1f1b"),
+    ("tp-pp", 4): TP_PP,
 }
 SOURCES = tuple(name for name, ranks in LAYOUTS if ranks == SOURCE_RANKS)
 

@@ -20,11 +20,12 @@ from tests.script_grid import options
 from tests.script_grid.covering import pairwise
 from tests.script_grid.options import NOT_GIVEN, Value
 
-# Divides over the ranks of every shape; and two heads for each of four tensor-parallel ranks.
+# Of a recipe: divides over the ranks of every shape; and two heads for each of four tensor-parallel ranks.
 DIVISIBLE = ("--set", "train.global_batch=96", "--set", "model.heads=8", "--set", "model.kv_heads=4")
 SCRIPT = "import clustertrain as ct\n\nwith ct.session() as session:\n    session.train_step(None, None)\n"
 RECIPE = '[data]\nseq_len = 64\n[job]\nnodes = 9\npartition = "high"\n[job.sbatch]\nnice = "5"\n[env]\nR = "it\'s $1"\n'
 HOSTILE_SCRIPT = 'it\'s a "script" $(touch pwned).py'
+SCRIPTS = ("train.py", HOSTILE_SCRIPT, "with src/train.py")
 
 # The interpreter of every case: as the batch process it shows the environment that it was given.
 SPY_NAME = "py thon's"
@@ -67,11 +68,12 @@ def make_cases(site: Path) -> list[Case]:
         resources = _resources(shape, device, gpus_flag, cpus_per_gpu)
         # The later wins: what the profile says, the recipe, the options.
         values = [profile, target, resources, options.placed(place, shape.nodes), *rest]
-        words = [word for value in values if value is not target for word in value.words]
+        words = [] if {*SCRIPTS} & {*target.words} else [*DIVISIBLE]
+        words += [word for value in values if value is not target for word in value.words]
         made.append(
             Case(
                 number=number,
-                words=(f"--cluster={_profile(site, values)}", *DIVISIBLE, *words, *target.words),
+                words=(f"--cluster={_profile(site, values)}", *words, *target.words),
                 reads={key: read for value in values for key, read in value.reads.items()},
                 exports={name: text for value in values for name, text in value.exports.items()},
             )
@@ -109,7 +111,7 @@ def _write_targets(site: Path) -> list[Value]:
     spy.write_text(SPY)
     spy.chmod(0o755)
     (site / "a recipe #1.toml").write_text(RECIPE)
-    for script in ("train.py", HOSTILE_SCRIPT, "with src/train.py"):
+    for script in SCRIPTS:
         (site / script).write_text(SCRIPT)
     return [
         NOT_GIVEN,

@@ -170,7 +170,7 @@ SWEEPS = (
     Value(("--sweep", "train.seed=1,2"), reads={"array": "0-1"}),
     Value(("--sweep", f"env.S={json.dumps([PLAIN, 'b'])}", "--at-once", "1"),
           reads={"array": "0-1%1"}, exports={"S": PLAIN}),
-    Value(("--sweep", "optim.lr=1e-4,3e-4", "--sweep", "train.seed=1,2", "--at-once", "3"), reads={"array": "0-3%3"}),
+    Value(("--sweep", "train.log_every=1,5", "--sweep", "train.seed=1,2", "--at-once", "3"), reads={"array": "0-3%3"}),
 )  # fmt: skip
 ENVIRONMENT = [Value(("--env", f"V={value}"), exports={"V": value}) for value in HOSTILE]
 MORE_ENVIRONMENT = (

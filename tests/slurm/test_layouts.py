@@ -19,7 +19,7 @@ from tests.runs import Run
 pytestmark = pytest.mark.slurm
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "three_d.toml")
 # Eight ranks take turns on a machine of few cores: each step is a second there.
-STEPS = 6
+STEPS = 4
 FEW = ("--set", f"train.steps={STEPS}")
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "tp": 2, "pp": 2, "cp": 1}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
 HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 
 
-@pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 1), ("fsdp", 2, 2)])
+@pytest.mark.parametrize(("layout", "gpus", "times"), [("ddp", 1, 2), ("fsdp", 2, 1)])
 def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
     cluster: Any,
     submitted: Callable[..., Run],
@@ -59,16 +59,6 @@ def _every_gpu_is_there(run: Run, gpus: int, attempts: int) -> None:
     assert all(g["utilization"]["mean"] is not None for g in report["gpus"])
 
 
-def test_a_time_limit_is_survived_and_ends_with_the_same_bits(submitted: Callable[..., Run], tmp_path: Path) -> None:
-    script = tmp_path / "paced.py"
-    script.write_text(_PACED_SCRIPT)
-    run = submitted(*HALF, "--layout", "fsdp", "--time", "1", str(script))
-    status = run.complete()
-    assert set(run.endings()) == {"time_limit", "completed"}
-    assert runs.resumed_where_they_stopped(status)
-    assert run.digest() == undisturbed(run.path, tmp_path / "alone")
-
-
 # On the cluster a fresh start outlasts its limit of a minute on any machine; a resumed one is soon over.
 _PACED_SCRIPT = """
 import os
@@ -91,6 +81,17 @@ with ct.session() as session:
 """
 
 
+@pytest.fixture(scope="module")
+def paced(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run that sleeps past its limit of a minute."""
+    script = tmp_path_factory.mktemp("paced") / "paced.py"
+    script.write_text(_PACED_SCRIPT)
+    run = runs.submit(env, *HALF, "--layout", "fsdp", "--time", "1", str(script))
+    yield run
+    run.call("cancel", run.id, check=False)
+
+
+@pytest.mark.usefixtures("paced")  # whose minute begins here, so that the test of it need not wait
 def test_a_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., Run], recipe: Path) -> None:
     ours, slurms = (submitted(*HALF, "--layout", "fsdp", str(recipe)) for _ in range(2))
     acts = {ours: lambda run: run.call("cancel", run.id), slurms: lambda run: cluster.run("scancel", run.job_id)}
@@ -108,29 +109,6 @@ def test_a_cancelled_run_stays_cancelled(cluster: Any, submitted: Callable[..., 
 
 def _in_queue(cluster: Any, job: str) -> bool:
     return bool(cluster.run("squeue", "-h", "-j", job, check=False).stdout.strip())
-
-
-def test_a_lost_node_does_not_lose_the_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
-    # With checkpoints on the way: a lost node gives no warning. Alone on their nodes, so that each run loses its own.
-    recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
-    one, other = (submitted(*HALF, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2))
-    lost: list[str] = []
-
-    def lose(run: Run, how: Callable[[str], None]) -> None:
-        lost.append(run.status()["attempts"][0]["nodes"][1])
-        how(lost[-1])
-
-    try:
-        runs.at_step(15, {one: lambda r: lose(r, cluster.kill_node), other: lambda r: lose(r, cluster.partition_node)})
-        for run in (one, other):
-            status = run.complete(timeout_s=400)
-            assert status["attempts"][0]["state"] == "node_failure"
-            assert status["attempts"][0]["reason"]
-            assert run.digest() == undisturbed(run.path, tmp_path / "alone")
-    finally:
-        for node in lost:
-            cluster.heal_node(node)
-    assert len(set(lost)) == 2
 
 
 def _processes(run: Run, verb: str) -> list[psutil.Process]:
@@ -161,6 +139,37 @@ def test_a_signal_to_one_process_alone_stops_all_ranks_at_one_step(
         assert run.endings() == ["unknown", "completed"]
         assert runs.resumed_where_they_stopped(status)
         assert run.digest() == undisturbed(run.path, tmp_path / "alone")
+
+
+def test_a_time_limit_is_survived_and_ends_with_the_same_bits(paced: Run, tmp_path: Path) -> None:
+    status = paced.complete()
+    assert set(paced.endings()) == {"time_limit", "completed"}
+    assert runs.resumed_where_they_stopped(status)
+    assert paced.digest() == undisturbed(paced.path, tmp_path / "alone")
+
+
+def test_a_lost_node_does_not_lose_the_run(cluster: Any, submitted: Callable[..., Run], tmp_path: Path) -> None:
+    # With checkpoints on the way: a lost node gives no warning. Alone on their nodes, so that each run loses its own.
+    recipe = str(runs.write_recipe(tmp_path, steps=240, every=10))
+    one, other = (submitted(*HALF, "--sbatch", "exclusive", "--layout", "fsdp", recipe) for _ in range(2))
+    lost: list[str] = []
+
+    def lose(run: Run, how: Callable[[str], None]) -> None:
+        lost.append(run.status()["attempts"][0]["nodes"][1])
+        how(lost[-1])
+
+    try:
+        runs.at_step(15, {one: lambda r: lose(r, cluster.kill_node), other: lambda r: lose(r, cluster.partition_node)})
+        wanted = undisturbed(one.path, tmp_path / "alone")  # while Slurm has not noticed
+        for run in (one, other):
+            status = run.complete(timeout_s=400)
+            assert status["attempts"][0]["state"] == "node_failure"
+            assert status["attempts"][0]["reason"]
+            assert run.digest() == wanted
+    finally:
+        for node in lost:
+            cluster.heal_node(node)
+    assert len(set(lost)) == 2
 
 
 def test_an_error_of_the_users_ends_the_run_at_once(submitted: Callable[..., Run], tmp_path: Path) -> None:

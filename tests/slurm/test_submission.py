@@ -58,6 +58,7 @@ class Site:
             "CLUSTERTRAIN_CLUSTER": "spy",
             "CLUSTERTRAIN_CLUSTER_PATH": str(folder / "profiles"),
         }
+        del self.env["OMP_NUM_THREADS"]  # that of the tests; here it is asked for with --cpus-per-gpu
         self.jobs: list[str] = []
 
     def call(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

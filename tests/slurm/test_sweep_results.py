@@ -22,7 +22,7 @@ floor = {"a": 1.0, "b": 2.0}[os.environ["WHO"]]
 with ct.session() as session:
     for step in session.steps(total=100_000 if held else step_count(), state={"done": 0}, checkpoint_every=100_000):
         session.log(loss=floor + 1 / (step + 1))
-        time.sleep(0.02)
+        time.sleep(0.02 * held)
 """.replace("step_count()", "2_000 if os.environ['WHO'] == 'a' else 3")
 
 

@@ -55,8 +55,8 @@ def test_every_key_of_alerts_is_documented_with_its_default() -> None:
 
 def test_the_tests_that_the_training_practice_names_are_there() -> None:
     text = (ROOT / "docs" / "training.md").read_text()
-    named = re.findall(r"`((?:unit|ranks|slurm)/[\w/]+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 60
+    named = re.findall(r"`((?:unit|ranks|slurm|gpu)/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 100
     for file, test in named:
         path = ROOT / "tests" / file
         assert path.is_file(), file

@@ -106,7 +106,7 @@ def test_a_bad_recipe_names_the_key_and_the_nearest(env: dict[str, str], tmp_pat
     done = _run(env, "plan", str(recipe))
     assert done.returncode == 78
     assert "train.stpes" in done.stderr
-    assert "did you mean steps?" in done.stderr
+    assert "did you mean train.steps?" in done.stderr
 
 
 def test_slurm_that_is_not_there_is_the_environments_fault(env: dict[str, str]) -> None:

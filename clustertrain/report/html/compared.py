@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clustertrain.launch import templates
-from clustertrain.report import html
+from clustertrain.report import html, plot
 from clustertrain.report.html import page
 from clustertrain.report.runs import text
 from clustertrain.report.runs.comparison import Comparison
@@ -26,6 +26,7 @@ def render(found: Comparison) -> str:
     styles = [page.read(page.VENDORED / "uPlot.min.css"), page.read(templates.folder() / "telemetry" / "page.css")]
     environment = page.environment(folder)
     environment.filters["shown"] = _shown
+    environment.filters["brief"] = lambda value: "–" if value is None else plot.brief(value)
     environment.filters["said"] = lambda value: text.said(value, "–")
     data = {
         "axis": text.AXES[found.by],

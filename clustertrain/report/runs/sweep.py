@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from clustertrain import fsio
@@ -16,6 +15,8 @@ from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.report import status
 from clustertrain.report.runs.comparison import Value
+from clustertrain.report.runs.text import said
+from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
 from clustertrain.run import curves, state
 from clustertrain.run.folder import RunDir
@@ -157,26 +158,21 @@ def _recipes(runs: Sequence[RunDir]) -> dict[str, Recipe]:
     return found
 
 
-def render(found: Sweep, signs: Glyphs) -> list[RenderableType]:
+def render(found: Sweep, width: int, signs: Glyphs) -> list[RenderableType]:
     done = sum(1 for row in found.runs if row.state in FINAL)
     rule = f"{found.metric}, {'higher' if found.higher_is_better else 'lower'} is better"
     head = Text.assemble((found.sweep, "bold"), f"  {done} of {len(found.runs)} runs have ended; by {rule}")
     keys = list(dict.fromkeys(key for row in found.runs for key in row.set))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("")
-    for key in keys:
-        table.add_column(key, justify="right", overflow="fold")
-    for name in ("best", "at step", "last", "step", "state", "starts", "run"):
-        table.add_column(name, no_wrap=name != "run", overflow="fold", justify="left" if name in _WORDS else "right")
-    for row in found.runs:
-        table.add_row(*_cells(row, keys, found.best, signs))
-    lines: list[RenderableType] = [head, "", table]
+    titles = ("", *keys, "best", "at step", "last", "step", "state", "starts", "run")
+    cells = zip(*(_cells(row, keys, found.best, signs) for row in found.runs), strict=True)
+    columns = [Column(title, column, title not in _WORDS) for title, column in zip(titles, cells, strict=True)]
+    lines: list[RenderableType] = [head, "", fitted(columns, width, dropped=("last", "starts", "step", "at step"))]
     lines += [Text(f"{row.run}: {row.error}") for row in found.runs if row.error]
     lines += [Text(f"note: {note}") for note in found.notes]
     return lines + ([Text(f"note: {found.gone} runs of the sweep are gone")] if found.gone else [])
 
 
-_WORDS = ("state", "run")
+_WORDS = ("", "state", "run")
 
 
 def _cells(row: Row, keys: Sequence[str], best: str | None, signs: Glyphs) -> list[str | Text]:
@@ -199,6 +195,4 @@ def _cells(row: Row, keys: Sequence[str], best: str | None, signs: Glyphs) -> li
 
 
 def _said(value: Any, signs: Glyphs) -> str:
-    if value is None:
-        return signs.dash
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else said(value, signs.dash)

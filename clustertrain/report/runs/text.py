@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report import plot, status, terminal
 from clustertrain.report.runs.comparison import Comparison, Side
+from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
+from clustertrain.spec.strict import text_of
 
 HEIGHT, WIDE, TALLER = 16, 120, 22  # rows of a plot; from so many columns on the other one
 AXES = {"step": "steps", "tokens": "tokens", "hours": "hours with nodes"}
@@ -23,29 +25,33 @@ def show(found: Comparison, console: Console) -> None:
 
 
 def render(found: Comparison, width: int, signs: Glyphs, *, colours: bool) -> list[RenderableType]:
-    parts: list[list[RenderableType]] = [[_runs(found, colours=colours)], [verdict(found)]]
-    parts.append([_figures(found, signs)])
+    parts: list[list[RenderableType]] = [[_runs(found, width, colours=colours)], [verdict(found)]]
+    parts.append([_figures(found, width, signs)])
+    across = terminal.FALLBACK if width == terminal.UNBROKEN else width
     for name in found.shown:
         lines = [plot.Line(s.letter, s.curves[name].x, s.curves[name].y) for s in found.runs]
-        height = TALLER if width >= WIDE else HEIGHT
+        height = TALLER if across >= WIDE else HEIGHT
         parts.append(
-            list(plot.plot(lines, width, height, signs, colours=colours, x_label=AXES[found.by], y_label=name))
+            list(plot.plot(lines, across, height, signs, colours=colours, x_label=AXES[found.by], y_label=name))
         )
     parts.append(_settings(found, signs))
     parts.append([Text(f"note: {note}") for note in found.notes])
     return [part for block in parts if block for part in ("", *block)][1:]
 
 
-def _runs(found: Comparison, *, colours: bool) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+def _runs(found: Comparison, width: int, *, colours: bool) -> Group:
+    """A line for each, or two where one has no room for the id and the recipe's hash."""
+    ids, states = (max(len(getattr(s, name)) for s in found.runs) for name in ("run", "state"))
+    lines: list[Text] = []
     for i, side in enumerate(found.runs):
-        letter = Text(side.letter, style=f"bold {plot.style_of(i)}" if colours else "bold")
-        table.add_row(letter, side.run, status.styled(side.state), f"recipe {side.recipe_hash}")
-    return table
+        name = Text.assemble((side.letter, f"bold {plot.style_of(i)}" if colours else "bold"), f"  {side.run}")
+        rest = " " * (states - len(side.state))
+        about = Text.assemble(status.styled(side.state), f"{rest}  recipe {side.recipe_hash}")
+        one = Text.assemble(name, " " * (ids - len(side.run) + 2), about)
+        lines += [one] if len("A  ") + ids + 2 + about.cell_len <= width else [name, Text.assemble("   ", about)]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ignore"
+    return Group(*lines)  # of texts by themselves rich would make one that wraps
 
 
 def verdict(found: Comparison) -> Text:
@@ -62,16 +68,12 @@ def verdict(found: Comparison) -> Text:
     )  # fmt: skip
 
 
-def _figures(found: Comparison, signs: Glyphs) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("")
-    common = "" if found.common_step is None else f"at step {found.common_step:,}"
-    for title in ("steps", "best", "at step", "last", common, "steps/s", "tokens", "GPU-h", "starts"):
-        if title:
-            table.add_column(title, justify="right")
-    for side in found.runs:
-        table.add_row(*_figures_of(side, signs, common=bool(common)))
-    return table
+def _figures(found: Comparison, width: int, signs: Glyphs) -> Table:
+    common = [] if found.common_step is None else [f"at step {found.common_step:,}"]
+    titles = ("", "steps", "best", "at step", "last", *common, "steps/s", "tokens", "GPU-h", "starts")
+    cells = zip(*(_figures_of(side, signs, common=bool(common)) for side in found.runs), strict=True)
+    columns = [Column(title, column, bool(title)) for title, column in zip(titles, cells, strict=True)]
+    return fitted(columns, width, dropped=("starts", "tokens", "GPU-h", "steps/s"))
 
 
 def _figures_of(side: Side, signs: Glyphs, *, common: bool) -> list[str]:
@@ -105,6 +107,7 @@ def _settings(found: Comparison, signs: Glyphs) -> list[RenderableType]:
 
 
 def said(value: Any, dash: str) -> str:
-    if value is None or value in ("", []):
+    """A setting, as a recipe has it but for the quotes around a word."""
+    if value is None or value in ("", [], ()):
         return dash
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return value if isinstance(value, str) else text_of(value)

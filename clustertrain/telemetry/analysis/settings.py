@@ -11,6 +11,7 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
+from clustertrain.spec.in_use import in_use
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -21,6 +22,7 @@ class Setting(msgspec.Struct, frozen=True):
     b: Any
 
 
+_RECIPE = "recipe."
 _PLANNED = ("device", "precision", "nodes", "gpus_per_node", "world_size", "batch")
 # What is set to choose a plan, not what came of it; where and how a run is kept and watched; and its name.
 _LEFT_OUT = (
@@ -38,7 +40,8 @@ _OF_JOB = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "jo
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
-    """What was planned and set, by dotted names; of environment variables the names alone, as they may be secrets.
+    """What was planned and set and the run goes by, by dotted names; of environment variables the names alone, as they
+    may be secrets.
 
     Raises:
         ConfigError: ``spec.toml`` or ``plan.json`` does not read.
@@ -51,8 +54,11 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     if layout and isinstance(layout, dict):
         found["layout"] = _words(layout)
         found.update({f"layout.{k}": v for k, v in layout.items() if k in _LAYOUT_KEYS})
-    spec: dict[str, Any] = msgspec.to_builtins(load_spec(run))
+    asked = load_spec(run)
+    spec: dict[str, Any] = msgspec.to_builtins(asked)
     for name, value in _flat(spec).items():
+        if name.startswith(_RECIPE) and not in_use(asked, name.removeprefix(_RECIPE)):
+            continue
         replaced = name in _REPLACED and bool(plan)
         if name in _OF_JOB or not (name.startswith(_LEFT_OUT) or replaced):
             found[name] = value

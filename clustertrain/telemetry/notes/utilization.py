@@ -10,7 +10,7 @@ from clustertrain.telemetry.notes import job as facts
 from clustertrain.telemetry.notes.job import CRITICAL, INFO, WARNING, Job, counted, of_gpu, where
 from clustertrain.telemetry.summary import GpuSummary, Note
 
-VERY_LOW, LOW = 0.15, 0.5  # mean utilization
+VERY_LOW, LOW = 0.15, 0.7  # mean utilization
 HIGH = 0.8
 # Shares from which a cause explains a low utilization, and from which it is told in any case.
 DATA, MUCH_DATA = 0.1, 0.2  # of a step

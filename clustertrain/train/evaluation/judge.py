@@ -45,6 +45,9 @@ class Judge:
         self._patience = patience
         self.rising_limit = rising
         self._slices = tuple(slices)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.best: float | None = None
         self.best_step: int | None = None
         self.slices: dict[str, dict[str, float]] = {}
@@ -105,6 +108,12 @@ class Judge:
             f"early stop: {self.metric} has not been better for {self._waited} evaluations (evaluation.patience = "
             f"{self._patience}); the best is {best}"
         )
+
+    def lose_best(self, left: Mapping[int, float]) -> None:
+        """Its checkpoint is gone: the best of those that are ``left``, by their steps, counts from now on."""
+        sign = -1.0 if self.higher_is_better else 1.0
+        self.best_step = min(left, key=lambda step: (sign * left[step], -step), default=None)
+        self.best = None if self.best_step is None else left[self.best_step]
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -30,9 +30,13 @@ class Evaluations:
         self._every = every
         self._then = then
         self.judge = judge
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self._made = 0  # step of the newest one
         self.over = ""  # why the run is to end early
         self.newest: Verdict | None = None  # of this step, if there was one
+        self.judge.begin_anew()
 
     def is_due(self, step: int, total: int) -> bool:
         """``step``: how many are done. Due until it was made."""

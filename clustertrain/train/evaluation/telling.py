@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.run import rows
+from clustertrain.run import metrics, rows
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.periodic import Evaluations
 
@@ -62,5 +62,6 @@ def row_before(context: RankContext, step: int) -> dict[str, Any]:
             if row is not None and row["step"] == step:
                 found = row
                 break
-    kept = {k: v for k, v in found.items() if k not in _OF_THE_STEP and not k.startswith("sum_")}
+    left_out = (*_OF_THE_STEP, *metrics.CUT_SHORT)
+    kept = {k: v for k, v in found.items() if k not in left_out and not k.startswith("sum_")}
     return {**kept, "step": step, "t": clock.now()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from clustertrain.checkpoint.state import clean, parts
@@ -77,3 +78,17 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """This rank's parameters that are not frozen, each with its name in the whole model. Two stages of one rank may
     each have a copy of what is tied, under one name."""
     return [(clean(n), p) for part in parts(model) for n, p in part.named_parameters() if p.requires_grad]
+
+
+def told(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Its groups as the event ``optimizer`` has them."""
+    return [
+        {
+            "group": group.get(LABEL, str(i)),
+            "tensors": len(group["params"]),
+            "parameters": sum(p.numel() for p in group["params"]),
+            "weight_decay": group.get("weight_decay", 0.0),
+            "lr_scale": group.get(LR_SCALE, 1.0),
+        }
+        for i, group in enumerate(optimizer.param_groups)
+    ]

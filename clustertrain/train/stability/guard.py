@@ -70,6 +70,10 @@ class Guard:
         self._clipped.push(clipped)
         return self._clipped.mean()
 
+    def begin_anew(self) -> None:
+        for ring in (self._losses, self._norms, self._clipped):
+            ring.fill(())
+
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self._losses.to_list(), "norms": self._norms.to_list(), "clipped": self._clipped.to_list()}
 

@@ -37,6 +37,9 @@ class Supervisor:
         self._spec = spec
         self._lag = lag
         self._waiting: deque[tuple[int, Arriving]] = deque()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self._in_a_row = 0
         self._first = 0  # of them; steps that fp16's scale took care of may lie between
         self.skipped = 0
@@ -86,7 +89,7 @@ class Supervisor:
         raise Diverged(
             f"{why}; a requeue would meet the same",
             fix='see "Stability" of the docs: a lower learning rate or longer warmup, stability.then = "roll-back", or '
-            "look at the data of these steps",
+            "look at the data of these steps, which their rows name (bad_samples)",
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -124,6 +127,9 @@ class Trail:
                     if end > begin:
                         found.setdefault(name, []).append([begin, end])
         return found
+
+    def begin_anew(self) -> None:
+        self._known.clear()
 
     def state_dict(self) -> list[Any]:
         return [[step, {name: list(p) for name, p in positions.items()}] for step, positions in self._known]

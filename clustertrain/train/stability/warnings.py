@@ -16,6 +16,7 @@ from clustertrain.spec.stability import StabilitySpec
 log = logging.getLogger(__name__)
 
 EVENT = "training_warning"
+BAD_SAMPLES = "bad_samples"  # in a row: those of a step that was not to be, in words
 REST_S = 600.0  # before the same is said again
 SHARE_STEPS = 100  # the share of clipped steps is one of so many
 VANISHED_STEPS = 20  # in a row
@@ -83,7 +84,7 @@ class Warnings:
         if row.get("spike"):
             yield Warning(
                 "loss_spike",
-                f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values",
+                f"the loss is {loss:.6g}, far above its last {self._spec.spike_window} values{_samples(row)}",
                 'stability.spike = "skip" or "roll-back" keeps such data from moving the weights; a lower learning '
                 "rate or longer warmup makes spikes rarer",
                 loss,
@@ -97,7 +98,7 @@ class Warnings:
         skipped = "; the step was skipped" if row.get("skipped") else ""
         return Warning(
             "non_finite",
-            f"the loss is {_words(loss)} and the gradient norm {_words(norm)}{skipped}",
+            f"the loss is {_words(loss)} and the gradient norm {_words(norm)}{skipped}{_samples(row)}",
             "look at the data of this step, a lower learning rate, bf16 in place of fp16; `clustertrain diagnose data` "
             "looks for samples that are not finite",
             norm if loss is None or math.isfinite(loss) else loss,
@@ -171,6 +172,10 @@ def _of_units(row: Mapping[str, Any]) -> Iterator[Warning]:
             dead[name],
             DEAD,
         )
+
+
+def _samples(row: Mapping[str, Any]) -> str:
+    return f"; {row[BAD_SAMPLES]}" if BAD_SAMPLES in row else ""
 
 
 def _number(value: Any) -> float | None:

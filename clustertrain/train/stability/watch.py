@@ -21,8 +21,6 @@ STATE = "stability"  # its name in the state of the run
 class Watch:
     """Of the steps that :meth:`Session.train_step` does; of a script that has steps of its own nothing is known."""
 
-    may_be_absent = True  # from checkpoints of versions before it
-
     def __init__(self, model: nn.Module, guard: Guard, context: RankContext) -> None:
         self._spec = spec = context.stability
         self._guard = guard
@@ -74,6 +72,19 @@ class Watch:
             most_often=self._spec.max_roll_backs,
         )
         return back, wanted
+
+    def named(self, step: int, micro_batch: int) -> str:
+        """The samples that step number ``step`` took, in words; where the loss of one micro-batch alone was not finite
+        (its number, else -1) those of it. Empty where nobody knows."""
+        taken = self._trail.samples_of(step, step)
+        # A micro-batch is one of the loader's only where there is one loader.
+        alone = micro_batch if len(taken) == 1 else -1
+        return "; ".join(self._loaders[name].named(ranges[-1][0], alone) for name, ranges in taken.items())
+
+    def begin_anew(self) -> None:
+        self._guard.begin_anew()
+        self.supervisor.begin_anew()
+        self._trail.begin_anew()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.agent.node import Agent, Place
+from clustertrain.agent.node import Agent
+from clustertrain.agent.place import Place
 from clustertrain.agent.rendezvous import Rendezvous
 from clustertrain.agent.signals import Signals
 from clustertrain.run import events

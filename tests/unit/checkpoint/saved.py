@@ -14,6 +14,7 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.spec.presets import filled
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
@@ -73,3 +74,15 @@ def make_run(folder: Path, model: nn.Module, steps: tuple[int, ...], **sizes: An
         state = {"model": model, "optimizer": optimizer, "data": {"position": step * 10}}
         save(folder / "checkpoints", step, state, {"random": torch.get_rng_state()}, recipe_of(**sizes))
     return folder
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), value), "note": value}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def steps(root: Path | RemoteFolder) -> list[int | None]:
+    return [index.step_of(p) for p in index.folders(root)]

@@ -1,7 +1,8 @@
-"""A checkpoint of a version that did not save something yet, and a way back in one process."""
+"""A checkpoint without something that a run has now, and a way back in one process."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.errors import CheckpointError, Diverged
+from clustertrain.spec.stability import StabilitySpec
+from clustertrain.train.evaluation.judge import Judge
+from clustertrain.train.evaluation.periodic import Evaluations
+from clustertrain.train.precision import LossScale
+from clustertrain.train.stability.guard import Guard
+from clustertrain.train.stability.watch import Watch
+from tests.unit.train.alone import ALONE
 
 
 class Later:
     """Has a state that older versions did not have."""
 
-    def __init__(self, absent: bool) -> None:
-        self.may_be_absent = absent
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.value = 1
 
     def state_dict(self) -> dict[str, int]:
@@ -37,19 +47,49 @@ def state(value: float) -> dict[str, Any]:
     return {"weights": torch.full((3,), value)}
 
 
-def test_what_older_versions_did_not_save_stays_as_it_is(tmp_path: Path) -> None:
+def test_what_can_begin_anew_need_not_be_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     it = manager(tmp_path, [])
     it.save(4, state(4.0), wait=True)
-    wanted = {**state(0.0), "later": Later(absent=True)}
+    later = Later()
+    wanted = {**state(0.0), "later": later}
     restored = it.restore(wanted)
-    assert restored is not None and wanted["weights"].tolist() == [4.0] * 3 and wanted["later"].value == 1
-    with pytest.raises(CheckpointError, match="holds no state later"):
-        it.restore({**state(0.0), "later": Later(absent=False)})
-    later = Later(absent=True)
+    assert restored is not None and wanted["weights"].tolist() == [4.0] * 3 and later.value == 1
+    assert caplog.messages == [f"{tmp_path}/step-00000004: holds no state later, which begins anew"]
+    with pytest.raises(CheckpointError, match="holds no state other"):
+        it.restore({**wanted, "other": torch.zeros(1)})
     later.value = 7
     it.save(5, {**state(5.0), "later": later}, wait=True)
+    later.value = 8
     it.restore(wanted)
-    assert wanted["later"].value == 7
+    assert later.value == 7
+    it.go_back(wanted, Wanted(last=5, most=4, why="a spike", left_out={}, most_often=1))
+    assert later.value == 1  # and not what it was on the way that does not count
+    it.close()
+
+
+def test_a_run_may_come_to_have_evaluations_stability_and_a_loss_scale(tmp_path: Path) -> None:
+    it = manager(tmp_path, [])
+    it.save(4, state(4.0), wait=True)
+    loss = [{"validation_loss": 2.0}, {"validation_loss": 3.0}]
+    evaluations = Evaluations(lambda: loss.pop(0), every=4, judge=Judge())
+    watch = Watch(torch.nn.Linear(1, 1), Guard(StabilitySpec(), torch.device("cpu")), ALONE)
+    scale = LossScale()
+    later = {"evaluations": evaluations, "stability": watch, "loss_scale": scale}
+    before = deepcopy({name: value.state_dict() for name, value in later.items()})  # type: ignore[attr-defined]
+    wanted = {**state(0.0), **later}
+    it.restore(wanted)
+    assert evaluations.is_due(4, 8)  # with the model as it was saved
+    evaluations.make(4)
+    scale.update(overflow=True)
+    watch.load_state_dict({
+        "guard": {"losses": [1.0], "norms": [1.0], "clipped": [1.0]},
+        "supervisor": {"in_a_row": 1, "first": 4, "skipped": 1, "overflows": 1},
+        "trail": [[5, {"data": [8, 16]}]],
+    })  # fmt: skip
+    it.save(8, wanted, wait=True)
+    it.go_back(wanted, Wanted(last=8, most=4, why="a spike", left_out={}, most_often=1))
+    assert repr({name: value.state_dict() for name, value in later.items()}) == repr(before)  # type: ignore[attr-defined]
+    assert evaluations.is_due(4, 8) and not evaluations.is_best(4)
     it.close()
 
 

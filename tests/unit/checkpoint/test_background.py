@@ -44,7 +44,7 @@ def manager(tmp_path: Path, told: list[Saved]) -> Iterator[CheckpointManager]:
 
 
 def writer_of(manager: CheckpointManager) -> psutil.Process:
-    worker = manager._worker
+    worker = manager._flights.worker
     assert isinstance(worker, Background) and worker._process is not None
     return psutil.Process(worker._process.pid)
 
@@ -137,7 +137,7 @@ def test_the_deadline_may_fall_into_the_commit(
 ) -> None:
     manager, until = limited
     manager.save(3, state_of(1.0), wait=True)
-    manager._worker.close()
+    manager._flights.worker.close()
     monkeypatch.setenv(settings.FAULT_AT, f"{point}:0:1:STOP")  # of the next process
     until.append(clock.monotonic() + 0.5)
     with pytest.raises(TooLate, match="step 6 was not saved"):
@@ -184,10 +184,10 @@ def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.parametrize("point", ["while writing", "written", "before the marker", "after the marker"])
 def test_another_writer_goes_on_from_any_point(manager: CheckpointManager, tmp_path: Path, point: str) -> None:
-    manager._worker.close()
+    manager._flights.worker.close()
     os.environ[settings.FAULT_AT] = f"{point}:0:1:KILL"
     try:
-        manager._worker = Background("raw")
+        manager._flights.worker = Background("raw")
         manager.start()
         writer_of(manager)  # it has its environment
     finally:
@@ -202,9 +202,9 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.save(3, state_of(1.0), wait=True)
-    manager._worker.close()
+    manager._flights.worker.close()
     monkeypatch.setenv(settings.FAULT_AT, "while writing:0:1:ENOSPC")
-    manager._worker = Background("raw")
+    manager._flights.worker = Background("raw")
     manager.save(6, state_of(2.0))
     assert clock.wait_until(manager.poll, 60.0)
     with pytest.raises(StorageError, match=r"step 6 was not saved: rank 0: .*No space left") as e:

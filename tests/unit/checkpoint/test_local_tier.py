@@ -117,9 +117,9 @@ def test_memory_is_free_before_the_shared_folder_has_the_part(
     folder.rmdir()
     folder.touch()  # the copy fails, when it comes to that
     writer.resume()
-    manager._await(manager._flights[0], lambda: manager._flights[0].kept)
+    manager._flights.wait_for(manager._flights.waiting[0], lambda: manager._flights.waiting[0].kept)
     manager.save(6, state_of(6.0))  # into the same memory
-    assert len(manager._flights) == 2
+    assert len(manager._flights.waiting) == 2
     with pytest.raises(StorageError, match="step 3 was not saved"):
         manager.settle()
     manager.settle()
@@ -128,15 +128,15 @@ def test_memory_is_free_before_the_shared_folder_has_the_part(
 
 
 def _writer(manager: CheckpointManager) -> psutil.Process:
-    assert isinstance(manager._worker, Background) and manager._worker._process is not None
-    return psutil.Process(manager._worker._process.pid)
+    assert isinstance(manager._flights.worker, Background) and manager._flights.worker._process is not None
+    return psutil.Process(manager._flights.worker._process.pid)
 
 
 def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager], root: Path) -> None:
     manager = make()
     writer = _writer(manager)
     manager.save(3, state_of(3.0))
-    manager._await(manager._flights[0], lambda: manager._flights[0].kept)
+    manager._flights.wait_for(manager._flights.waiting[0], lambda: manager._flights.waiting[0].kept)
     writer.suspend()
     manager.save(6, state_of(6.0))
     third = threading.Thread(target=manager.save, args=(9, state_of(9.0)))

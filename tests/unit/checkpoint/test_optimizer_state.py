@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.engines import ENGINES
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.state import keepers
 from clustertrain.errors import CheckpointError
+from clustertrain.plan.layout import Layout
 from clustertrain.spec.optim import OptimSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue, making
 from clustertrain.train.optimizers.parameters import describe
-from tests.unit.train.alone import ALONE
+from tests.unit.train.alone import ALONE, group_of_one
 
 NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
 CASES = [(n, "raw") for n in catalogue.KINDS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
@@ -37,20 +42,30 @@ class Net(nn.Module):
         return x * self.gain
 
 
-def made(name: str) -> dict[str, Any]:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with group_of_one():
+        yield
+
+
+def made(name: str, *, zero1: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model, spec = Net(), OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
     options = catalogue.options(spec, text=True, device=torch.device("cpu"))
-    groups = Groups(None, None, None, None)
+    groups = Groups(init_device_mesh("cpu", (1,)) if zero1 else None, None, None, None)
+    context = dataclasses.replace(ALONE, layout=Layout(strategy="zero1")) if zero1 else ALONE
     known = describe(model)
-    optimizer = making.make(name, None, options, model=model, known=known, context=ALONE, groups=groups)
+    optimizer = making.make(name, None, options, model=model, known=known, context=context, groups=groups)
     return {"model": model, "optimizer": optimizer}
 
 
-def train(state: dict[str, Any], first: int, last: int) -> None:
+def train(state: dict[str, Any], first: int, last: int, thaw: int = 0) -> None:
+    """Before step ``thaw`` the first layer is frozen, as ``TrainStep`` freezes it."""
     for step in range(first, last):
         torch.manual_seed(100 + step)
         state["model"](torch.randn(4, 8)).square().mean().backward()
+        if step < thaw:
+            state["model"].layers[0].zero_grad()
         state["optimizer"].step()
         state["optimizer"].zero_grad()
 
@@ -72,6 +87,27 @@ def test_it_goes_on_bit_by_bit(name: str, engine: str, tmp_path: Path) -> None:
     train(back, 3, 5)
     for (n, a), b in zip(saved["model"].named_parameters(), back["model"].parameters(), strict=True):
         assert torch.equal(a, b), n
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own import
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+def test_a_layer_that_has_no_state_yet_goes_on_too(name: str, zero1: bool, tmp_path: Path) -> None:
+    whole, saved, back = (made(name, zero1=zero1) for _ in range(3))
+    train(whole, 0, 5, thaw=3)
+    train(saved, 0, 2, thaw=3)
+    assert manager(tmp_path, "raw").save(2, saved, {}) is not None
+    assert manager(tmp_path, "raw").restore(back) is not None
+    frozen = {id(p) for p in back["model"].layers[0].parameters()}
+    kept = keepers(back["optimizer"])
+    with_state = {id(one.of(p)) for one in kept for p in one.params if p in one.optimizer.state}
+    assert with_state and not with_state & frozen
+    train(back, 2, 5, thaw=3)
+    for (n, a), b in zip(whole["model"].named_parameters(), back["model"].parameters(), strict=True):
+        assert torch.equal(a, b), n
+    fresh = made(name, zero1=zero1)["model"].layers[0].weight
+    assert not torch.equal(back["model"].layers[0].weight, fresh)
 
 
 @pytest.mark.parametrize("name", ["muon", "lamb"])

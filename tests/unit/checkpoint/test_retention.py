@@ -65,6 +65,15 @@ def test_an_emergency_pushes_out_nothing_and_goes_after_the_next_regular_one() -
     assert kept([*checkpoints, Known(40, "end")], Policy(keep=2)) == [30, 40]
 
 
+def test_one_that_was_made_for_its_metric_is_none_of_the_newest() -> None:
+    policy = Policy(keep=2, keep_best=1, best="loss")
+    best = [Known(s, "best", metric=100.0 - s) for s in (12, 14, 26, 28)]
+    assert kept([*best, *regular(10, 20, 30)], policy) == [28, 20, 30]
+    assert kept([*best, *regular(10)], policy) == [28, 10]
+    assert kept(best, Policy(keep=2)) == [26, 28]
+    assert kept([Known(20, "best")], Policy(keep=1, keep_every=20), newest_good=None) == [20]
+
+
 def test_emergencies_without_end_do_not_fill_the_disk() -> None:
     checkpoints = [Known(10), *(Known(s, "stop") for s in range(11, 20))]
     assert kept(checkpoints, Policy(keep=2)) == [10, 18, 19]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import rollback
+from clustertrain.checkpoint import offline, rollback
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.source import RemoteFolder
-from clustertrain.errors import CheckpointError, Diverged
+from clustertrain.errors import CheckpointError, Diverged, NotFound
 
 
 def committed(root: Path, *steps: int, mark: str = "a") -> None:
@@ -41,6 +41,28 @@ def test_what_is_newer_does_not_count_and_stays_away_whenever_it_is_asked(tmp_pa
     rollback.enforce(tmp_path, None)
     assert steps(tmp_path) == [6, 12, 18]
     assert rollback.left_out(tmp_path) == {"data": [[152, 160]]}
+
+
+def test_what_looks_offline_does_not_see_what_is_condemned_and_still_there(tmp_path: Path) -> None:
+    """As after a stop at the step of the way back: the next attempt deletes them, and may never come."""
+    committed(tmp_path, 6, 12)
+    for step, value in ((12, 2.0), (18, 1.0)):
+        folder = index.step_folder(tmp_path, step)
+        folder.mkdir(exist_ok=True)
+        fields: dict[str, Any] = {"layout": {}, "files": {}, "tensors": (), "values": {}}
+        metric = index.Metric(name="loss", value=value)
+        about: dict[str, Any] = {"format": index.FORMAT, "torch": "2", "world_size": 1, "engine": "buffered"}
+        index.write_manifest(folder, index.Manifest(step=step, metric=metric, **about, **fields))
+    rollback.begin(tmp_path, None, wanted(most=12))
+    assert steps(tmp_path) == [6, 12, 18]
+    assert [row["step"] for row in offline.list_checkpoints(tmp_path)] == [6, 12]
+    assert offline.find(tmp_path) == offline.best(tmp_path) == index.step_folder(tmp_path, 12)
+    with pytest.raises(NotFound, match=r"of step 18; steps there: 6, 12$"):
+        offline.find(tmp_path, 18)
+    # Deleted by hand must not be what the run goes back to.
+    assert offline.prunable(tmp_path, 1, good=lambda _: True) == [index.step_folder(tmp_path, 6)]
+    remote = RemoteFolder(tmp_path.as_uri())  # has no record beside it
+    assert index.step_of(offline.find(remote)) == 18
 
 
 def test_copies_behind_a_url_lose_their_marker(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, storage
 from clustertrain.checkpoint.manifest import Damaged
 from clustertrain.checkpoint.reader import Reader
-from clustertrain.checkpoint.source import RemoteFolder, folder_at
+from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import ConfigError, NotFound
 
@@ -170,11 +170,11 @@ def test_a_missing_package_is_named(
     if hidden:
         monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(ConfigError) as e:
-        folder_at(url)
+        RemoteFolder(url)
     assert said in e.value.message
     assert fix in str(e.value.fix)
 
 
 def test_a_path_needs_no_package(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    assert offline.verify(offline.find(folder_at(str(root)))).step == 6
+    assert offline.verify(offline.find(root)).step == 6

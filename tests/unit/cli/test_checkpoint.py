@@ -17,7 +17,8 @@ from rich.console import Console
 
 from clustertrain import clock, proc
 from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint import offline, rollback
+from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
 from clustertrain.report import terminal
@@ -158,6 +159,14 @@ def test_no_checkpoints_yet(run: Path, command: Command) -> None:
 
 
 # -- verify and digest
+
+
+def test_one_that_a_roll_back_has_condemned_is_neither_listed_nor_verified(run: Path, command: Command) -> None:
+    rollback.begin(run / "checkpoints", None, Wanted(last=6, most=5, why="a spike", left_out={}, most_often=1))
+    assert [row["step"] for row in command("list", "net", "--json").json] == [3]
+    flip(run, 6)
+    said = command("verify", "net")
+    assert (said.code, said.out) == (0, "step 3: ok\n")
 
 
 def test_verify_names_every_damaged_file_and_goes_on(run: Path, command: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_lines_of_some_files_with_a_token_of_their_own(folder: Path) -> None:
 def test_a_tokenizer_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "words_of_mine.py").write_text(WORDS)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr("sys.path", [*sys.path])
     index, documents, said = tokenized(
         folder, "--tokenizer", "words_of_mine:words", "--documents", "lines", "--shard-tokens", "2", "--json"
     )
@@ -85,3 +86,25 @@ def test_lines_of_json(folder: Path) -> None:
 def test_what_cannot_be(folder: Path, options: list[str], error: type[ClusterTrainError], said: Any) -> None:
     with pytest.raises(error, match=said):
         tokenized(folder, *options)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("gives", ["text", "text.split()", "None", "[[1, 2]]", "[0.5]"])
+def test_a_tokenizer_that_gives_no_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch, gives: str) -> None:
+    (folder / "odd_one.py").write_text(f"def tokens(text):\n    return {gives}\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "odd_one", raising=False)
+    with pytest.raises(ConfigError, match="and not token ids"):
+        tokenized(folder, "--tokenizer", "odd_one:tokens")
+    assert not (folder / "out").exists()
+
+
+def test_out_that_cannot_be_a_folder(folder: Path) -> None:
+    (folder / "out").touch()
+    done = CliRunner().invoke(data, ["tokenize", str(folder), "--out", str(folder / "out")])
+    assert done.exit_code == 2 and "is a file" in done.output
+    with pytest.raises(ConfigError, match="Not a directory"):
+        CliRunner().invoke(
+            data, ["tokenize", str(folder), "--out", str(folder / "out" / "below")], catch_exceptions=False
+        )

@@ -25,6 +25,10 @@ def test_without_a_check_it_lists_them() -> None:
     [
         (["gradient", "recipe.toml"], UsageError, "gradients"),
         (["overfit"], UsageError, "RECIPE.toml"),
+        (["missing.toml"], UsageError, "missing.toml"),
+        (["odd.toml", "overfit"], ConfigError, "not valid TOML"),
+        (["fine.toml", "gradient"], UsageError, "gradients"),
+        (["train.py"], UsageError, "model.entry"),
         (["overfit", "train.py"], UsageError, "model.entry"),
         (["overfit", "missing.toml"], UsageError, "missing.toml"),
         (["overfit", "odd.toml"], ConfigError, "not valid TOML"),
@@ -32,6 +36,7 @@ def test_without_a_check_it_lists_them() -> None:
         (["overfit", "fine.toml", "--set", "optim.lr=-1"], ConfigError, "lr"),
         (["overfit", "fine.toml", "--set", 'data.path="nowhere"'], ConfigError, "nowhere"),
         (["overfit", "fine.toml", "--plot", "curve.png"], UsageError, ".svg"),
+        (["overfit", "fine.toml", "--plot", "no/such/curve.svg"], UsageError, "there is no folder no/such"),
     ],
 )
 def test_what_cannot_be_checked(
@@ -43,3 +48,9 @@ def test_what_cannot_be_checked(
     (tmp_path / "train.py").write_text("")
     raised = CliRunner().invoke(diagnose, argv).exception
     assert isinstance(raised, error) and words in str(raised)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    raised = CliRunner().invoke(diagnose, ["overfit", "fine.toml", "--plot", "curve.svg"]).exception
+    assert isinstance(raised, UsageError) and "is not writable" in str(raised)

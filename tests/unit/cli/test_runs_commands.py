@@ -13,7 +13,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.cli.main import main
-from clustertrain.run import curves, metrics
+from clustertrain.run import curves, identity, metrics
 from clustertrain.run.folder import RunDir
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
@@ -82,6 +82,15 @@ def test_the_contracts_metric_decides(type_: Type, pair: Any, capsys: pytest.Cap
     assert found["notes"] == [
         "the runs are of different length (A 10 steps, B 12 steps): see the values at the last step that all have"
     ]
+
+
+def test_settings_are_shown_as_a_recipe_has_them(type_: Type, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for letter, more in (("a", {"optim": {"betas": [0.9, 0.99]}}), ("b", {"model": {"tie_embeddings": True}})):
+        write(make(home, f"{letter}-{letter * 6}", **{**JUDGED, **more}), 1, 1, 3)
+    assert type_("runs", "compare", "a-a", "b-b") == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[1].split("  ")[0] for row in rows if len(row) == 2}
+    assert (shown["recipe.optim.betas"], shown["recipe.model.tie_embeddings"]) == ("[0.9, 0.99]", "false")
 
 
 def test_a_step_that_was_run_twice_counts_once_as_the_rows_say(pair: Any) -> None:
@@ -186,6 +195,54 @@ def test_piped_it_is_plain_and_fits(
     drawn = [line.partition("│")[2] for line in text.splitlines() if "│" in line]
     assert len(drawn) >= 14 and "A" in "".join(drawn) and "B" in "".join(drawn)
     assert re.search(r"recipe\.optim\.lr +0\.001 +0\.0003", text)
+
+
+LONG = "pretraining-of-a-model-with-a-name-that-says-everything-abcdef"
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120", None])
+def test_ids_and_hashes_are_never_cut(
+    type_: Type,
+    home: Path,
+    pair: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+) -> None:
+    run = make(home, LONG, **JUDGED)
+    write(run, 1, 1, 10)
+    hashes = [identity.recipe_hash(r) for r in (run, *pair)]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert type_("list") == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "run" and head.split()[-1] == "recipe" and ("attempts" in head) == (columns is None)
+    assert {(row.split()[0], row.split()[-1]) for row in rows} == {
+        (r.id, h[:7]) for r, h in zip((run, *pair), hashes, strict=True)
+    }
+    assert type_("runs", "compare", "a-a", "b-b", "pretraining") == 0
+    text = capsys.readouterr().out
+    assert "\u2026" not in text and LONG in text and all(f"recipe {h}" in text for h in hashes)
+    assert ("starts" in text) == (columns != "60")
+    if columns is None:  # a line for each run
+        assert f"C  {LONG}  " in text and max(len(line) for line in text.splitlines() if "\u2502" in line) <= 80
+
+
+def test_status_shows_nodes_and_jobs_whole_or_not_at_all(
+    type_: Type, pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = "gpu-node-01.cluster.of-some-site.org"
+    for attempt in pair[1].attempts():
+        fsio.write_json(attempt.record, {"job_id": "12345678_12", "nodes": [node] * 16})
+    monkeypatch.setenv("COLUMNS", "80")
+    assert type_("status", "b-b") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attempt", "job", "started", "steps", "ending"] in lines
+    assert [line[1] for line in lines if line[:1] in (["1"], ["2"])] == ["12345678_12"] * 2
+    monkeypatch.delenv("COLUMNS")
+    assert type_("status", "b-b") == 0
+    assert f"12345678_12  {node} +15  " in capsys.readouterr().out
 
 
 def test_on_a_terminal_curves_are_braille_in_the_terminals_own_colours(pair: Any) -> None:

@@ -51,10 +51,24 @@ def test_all_after_the_script_belongs_to_the_script(
 ) -> None:
     Path("train.py").write_text("")
     assert type_("submit", "--gpus", "2", "--json", "train.py", "--gpus", "9", "--", "-h", "--json") == 0
-    run = Path(json.loads(capsys.readouterr().out)["run_dir"])
+    out, err = capsys.readouterr()
+    run = Path(json.loads(out)["run_dir"])
     spec = (run / "spec.toml").read_text()
+    assert "note: --gpus goes to train.py, being behind it; submit's stand before it" in err
     assert "gpus = 2" in spec
     assert [w for w in ("--gpus", "9", "-h", "--json") if f'"{w}"' in spec] == ["--gpus", "9", "-h", "--json"]
+
+
+@pytest.mark.parametrize("command", [["submit"], ["sweep", "--grid", "env.N=1,2"]])
+def test_a_dry_run_behind_a_script_submits_only_where_the_script_has_one(
+    type_: Type, capsys: pytest.CaptureFixture[str], fake_slurm: FakeSlurm, command: list[str]
+) -> None:
+    Path("train.py").write_text("")
+    assert type_(*command, "train.py", "--dry-run") == 2
+    assert f"clustertrain {command[0]} --dry-run … train.py" in capsys.readouterr().err
+    Path("train.py").write_text("parser.add_argument('--dry-run')")
+    assert type_(*command, "train.py", "--dry-run") == 0
+    assert "note: --dry-run goes to train.py" in capsys.readouterr().err
 
 
 def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlurm) -> None:
@@ -83,6 +97,7 @@ def test_dry_run_prints_the_script_and_makes_nothing(
     shown = capsys.readouterr()
     assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=default-")
     assert "ddp: " in shown.err and "batch: " in shown.err
+    assert "schedule: cosine over 200 steps: " in shown.err
     assert fake_slurm.calls("sbatch") == [] and not (tmp_path / "home").exists()
     assert type_("submit", "--dry-run", "--json") == 0
     assert set(json.loads(capsys.readouterr().out)) == {"script", "plan"}
@@ -132,14 +147,14 @@ def test_a_refusal_exits_1_with_slurms_words(
 def test_plan_shows_the_choice_and_why(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "--nodes", "2", "--gpus", "8", "--gpu-type", "h100") == 0
     out = capsys.readouterr().out
-    for words in ("ddp on 16 ranks", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
+    for words in ("ddp on 16 ranks", "Training", "objective", "Why", "Not chosen", "fsdp", "TORCH_FR_BUFFER_SIZE=2000"):
         assert words in out
 
 
 def test_plan_json_has_the_keys_of_the_contract(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
     assert type_("plan", "--gpus", "2", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert {"layout", "batch", "memory", "time", "nccl", "reasons", "rejected"} <= set(shown)
+    assert {"layout", "batch", "memory", "time", "nccl", "training", "reasons", "rejected"} <= set(shown)
     assert shown["nccl"]["TORCH_NCCL_DUMP_ON_TIMEOUT"].keys() == {"value", "reason"}
 
 
@@ -304,6 +319,7 @@ def test_data_that_is_not_there_is_refused_here_and_noted_on_a_cluster(
     assert type_("submit", *words) == 0
     assert "note: data.path" in capsys.readouterr().err
     Path("texts").mkdir()
+    Path("texts", "a.py").touch()
     assert type_("submit", "--json", *words) == 0
     shown = capsys.readouterr()
     assert "data.path" not in shown.err

@@ -90,7 +90,7 @@ def test_a_dry_run_shows_the_arrays_script_and_the_first_runs(
     array, _, first = shown.out.partition("\n# Run 0:\n\n")
     assert array.startswith("#!/bin/bash\n#SBATCH --array=0-1\n") and array.endswith("exec bash job.sh\n")
     assert first.startswith("#!/bin/bash\n#SBATCH --job-name=default-") and " -m clustertrain batch " in first
-    assert shown.err.startswith("run 0: train.seed=4\nrun 1: train.seed=5\nsingle: ")
+    assert shown.err.startswith("run 0: train.seed=4\nrun 1: train.seed=5\nmodel: decoder, ")
     assert type_("submit", "--dry-run", "--json", "--sweep", "train.seed=4,5") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["script"] == array
@@ -193,6 +193,8 @@ def test_a_grid_is_the_same_sweep(type_: Type, fake_slurm: FakeSlurm, capsys: py
     ("words", "said"),
     [
         ([], "sweep: no --grid"),
+        (["train.py", "--grid", "train.seed=1,2"], "fix: clustertrain sweep --grid \u2026 train.py"),
+        (["train.py", "--lr", "1", "--grid=train.seed=1,2"], "--grid stands behind train.py"),
         (["--grid", "train.seed="], "--grid train.seed=: an empty value"),
         (["--grid", "train.seed=1", "--grid", "train.seed=2"], "give all its values in one --grid"),
     ],
@@ -257,6 +259,11 @@ def test_the_results_as_a_table(
     assert words[0] == ["train.seed", "best", "at", "step", "last", "step", "state", "starts", "run"]
     assert words[1][:5] == ["*", "2", "3", "3", "3.25"] and words[1][6:8] == ["running", "2"]
     assert words[2][:4] == ["1", "4", "2", "4.5"] and words[3][:4] == ["3", "–", "–", "–"]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert type_("sweep", "show") == 0
+    narrow = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["train.seed", "best", "step", "step", "state", "run"] in narrow
+    assert {row["run"] for row in results["runs"]} <= {words[-1] for words in narrow if words}
     assert type_("sweep", "show", "--watch") == 2 and "--watch needs a terminal" in capsys.readouterr().err
 
 

@@ -29,18 +29,18 @@ def labelled(*labels: int) -> Seen:
 
 def test_what_is_not_finite_is_named_by_its_number() -> None:
     samples = [(torch.tensor([1.0, i]), i) for i in (0.0, 1.0, float("nan"), 3.0)]
-    [(verdict, text, _)] = of_values(seen(*samples))
-    assert verdict == "fail" and "number 2" in text
+    [(verdict, text, _)] = of_values(seen(*samples), samples)
+    assert verdict == "fail" and text.endswith(": sample 2")
 
 
 def test_duplicates_and_inputs_with_two_targets() -> None:
     x = torch.arange(3.0)
-    notes = of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)))
+    notes = of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [])
     assert [n[0] for n in notes] == ["warn", "warn"] and "different targets" in notes[1][1]
-    assert [n[0] for n in of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), one_answer=False)] == ["warn"]
-    [(verdict, text, _)] = of_values(seen((x, 0), (x, 0)))
+    assert [n[0] for n in of_values(seen((x, 0), (x, 1), (x + 1, 0), (x + 2, 0)), [], one_answer=False)] == ["warn"]
+    [(verdict, text, _)] = of_values(seen((x, 0), (x, 0)), [])
     assert verdict == "fail" and "same inputs" in text
-    assert of_values(seen((x, 0), (x + 1, 0))) == []
+    assert of_values(seen((x, 0), (x + 1, 0)), []) == []
 
 
 @pytest.mark.parametrize(

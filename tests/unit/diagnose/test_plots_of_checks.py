@@ -47,5 +47,5 @@ def test_pictures_are_xml_and_hold_what_was_found(tmp_path: Path) -> None:
     assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
     assert "a &lt; b &amp; c" in (tmp_path / "a.html").read_text()
     with pytest.raises(UsageError, match="png"):
-        curves.check_name(Path("a.png"))
+        curves.check_path(Path("a.png"))
     assert math.isclose(PLOT.x[40], 1e-3)

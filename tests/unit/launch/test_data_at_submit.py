@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch import submit as transaction
+from clustertrain.launch import data as data_here
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from clustertrain.train.tokenize import write
 from tests.fake_slurm.fixture import FakeSlurm
@@ -33,11 +33,11 @@ def test_paths_are_meant_from_where_submit_was_called(tmp_path: Path) -> None:
 def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
-    note = transaction.check_data(found)
+    note = data_here.check(found)
     assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' is not there")
     local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
     with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
-        transaction.check_data(local)
+        data_here.check(local)
 
 
 def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
@@ -47,24 +47,53 @@ def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     data = shards(tmp_path)
-    assert transaction.check_data(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
+    assert data_here.check(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
     with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
-        transaction.check_data(prepared(tmp_path, data=data))
+        data_here.check(prepared(tmp_path, data=data))
     # Of a model of the user's own the size is not known yet.
-    assert transaction.check_data(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
+    assert data_here.check(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
 
 
 def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
     data = shards(tmp_path, 200)
     with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
-        transaction.check_data(prepared(tmp_path, data=data))
-    assert transaction.check_data(prepared(tmp_path, data={**data, "pack": "true"})) is None
+        data_here.check(prepared(tmp_path, data=data))
+    assert data_here.check(prepared(tmp_path, data={**data, "pack": "true"})) is None
 
 
 def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
-        transaction.check_data(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+        data_here.check(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"data": {"path": "short.txt"}}, "data.path = .*: 99 bytes are less than one sample of 257"),
+        ({"model": {"kind": "two-tower"}, "data": {"path": "short.txt"}}, "99 bytes are less than one sample of 512"),
+        ({"data": {"path": "texts"}}, "no file fits data.pattern = '[*].py'"),
+        ({"data": {"validation_path": "texts"}}, "data.validation_path = .*: no file fits"),
+        ({"model": {"kind": "convnet"}, "data": {"path": "texts"}}, "no images in folders of classes"),
+    ],
+)
+def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("b" * 999)
+    (tmp_path / "short.txt").write_text("a" * 99)
+    with pytest.raises(ConfigError, match=said):
+        data_here.check(prepared(tmp_path, **tables))
+    assert data_here.check(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
+
+
+def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+    data = {"path": "pets", "validation": "0.1"}
+    asked = {"model": {"kind": "convnet"}, "data": data}
+    assert data_here.check(prepared(tmp_path, **asked, contract={"slices": '["dogs"]'})) is None
+    with pytest.raises(ConfigError, match="no slice 'cows'; it has cats, dogs"):
+        data_here.check(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
 
 
 def package(folder: Path, name: str) -> None:

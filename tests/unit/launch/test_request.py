@@ -76,19 +76,62 @@ def test_set_changes_the_recipe_and_yields_to_options(ask: Prepare, recipe: Path
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
-        ("train.stpes=9", "did you mean steps"),
+        ("train.stpes=9", "did you mean train.steps"),
         ("trian.steps=9", "did you mean train"),
         ("jobs.time=9", "did you mean job"),
-        ("train.steps=-1", "train: steps = -1: must be greater than 0"),
+        ("train.steps=-1", "--set: train.steps = -1: must be greater than 0"),
         ("train.steps=x", "train.steps"),
         ("train.steps", "not of the form"),
         ("job.nodes=0", "nodes = 0: must be greater than 0"),
+        ("schedule.gamma=0.5", 'schedule.gamma has no effect with schedule.kind = "cosine"'),
     ],
 )
 def test_a_bad_set_is_named(assignment: str, words: str, ask: Prepare) -> None:
     with pytest.raises(ConfigError) as e:
         ask(assignments=(assignment,))
     assert words in str(e.value) and e.value.exit_code == 78
+
+
+KEPT = "[data]\nvalidation = 0.1\n[evaluation]\nevery = 5\n[optim]\nbetas = [0.9, 0.98]\n[schedule]\nfloor = 0.2\n"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("data.validation=0", "evaluation.every has no effect with no data to validate on"),
+        ("optim.name=sgd", 'optim.betas has no effect with optim.name = "sgd"'),
+        ("schedule.kind=constant", 'schedule.floor has no effect with schedule.kind = "constant"'),
+    ],
+)
+def test_a_key_of_the_file_may_be_made_idle(assignment: str, said: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "kept.toml").write_text(KEPT)
+    plan = ask("kept.toml", assignments=(assignment,)).plan
+    assert said in plan.warnings and said in plan.reasons
+    assert said not in ask("kept.toml").plan.warnings
+
+
+def test_a_key_that_its_own_file_or_the_final_recipe_does_not_read_is_refused(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "idle.toml").write_text("[schedule]\ngamma = 0.5\n")
+    for assignments in ((), ("schedule.kind=linear",)):
+        with pytest.raises(ConfigError, match=r"^idle\.toml: schedule\.gamma has no effect"):
+            ask("idle.toml", assignments=assignments)
+    assert ask("idle.toml", assignments=("schedule.kind=step",)).plan.warnings == ()
+    (tmp_path / "kept.toml").write_text(KEPT)
+    with pytest.raises(ConfigError, match=r"^--set: optim\.betas has no effect"):
+        ask("kept.toml", assignments=("optim.name=sgd", "optim.betas=[0.9, 0.95]"))
+
+
+def test_a_file_that_is_no_recipe_alone_is_one_with_what_is_set(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "half.toml").write_text("[schedule]\nkind = 'plateau'\npatience = 2\n")
+    made = ask("half.toml", assignments=("schedule.kind=cosine",))
+    assert made.plan.warnings == ('schedule.patience has no effect with schedule.kind = "cosine"',)
+
+
+def test_patience_that_outlasts_the_run_is_told(ask: Prepare) -> None:
+    asked = ("data.validation=0.1", "evaluation.every=40", "train.steps=100")
+    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last one at its end"
+    assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
+    assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
 
 
 def test_nothing_trains_the_default_preset(ask: Prepare) -> None:
@@ -102,6 +145,45 @@ def test_a_script_keeps_its_arguments_and_folder(ask: Prepare, tmp_path: Path) -
     script = made.spec.script
     assert script is not None and script.args == ("--nodes", "3", "$(x)") and script.cwd == str(tmp_path)
     assert made.spec.job.name == "train" and made.plan.batch.global_batch == 0
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "optim.lr=1e-3",
+        "schedule.kind=linear",
+        "train.steps=9",
+        "train.micro_batch=2",
+        "data.workers=4",
+        "checkpoint.every=5",
+        "optim={lr = 1e-3}",
+    ],
+)
+def test_a_key_that_a_script_does_not_read_is_refused(assignment: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    key = "optim.lr" if "lr" in assignment else assignment.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key} has no effect on train\.py") as e:
+        ask("train.py", assignments=(assignment,))
+    assert "as an argument behind train.py" in e.value.fix and "--grid env.NAME" in e.value.fix
+    with pytest.raises(ConfigError, match="has no effect on train"):
+        ask("train.py", swept={key: 1})
+
+
+def test_what_goes_into_the_environment_is_text(ask: Prepare, tmp_path: Path) -> None:
+    made = ask(assignments=("env.LR=1e-3", "env.N=007", "env.ON=true", "env.Q='a'"))
+    assert made.spec.env == {"LR": "1e-3", "N": "007", "ON": "true", "Q": "a"}
+
+
+def test_a_script_takes_what_its_session_reads(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    asked = ("train.seed=2", "checkpoint.keep=5", "stability.spike=skip", "parallel.compile=true", "env.A=b")
+    # It evaluates by itself, so nothing is known here of what it measures.
+    recipe = ask("train.py", assignments=(*asked, "contract.metric=validation_f1")).spec.recipe
+    assert (recipe.train.seed, recipe.checkpoint.keep, recipe.deciding_metric) == (2, 5, "validation_f1")
+    with pytest.raises(ConfigError, match=r"did you mean train\.seed"):
+        ask("train.py", assignments=("train.sed=2",))
+    with pytest.raises(ConfigError, match=r"set data\.validation"):
+        ask(assignments=("contract.metric=validation_f1",))
 
 
 @pytest.mark.parametrize("target", ["missing.py", "missing.toml", "home-folder"])
@@ -134,6 +216,14 @@ def test_rehearsed_preemptions_are_for_the_local_backend(ask: Prepare) -> None:
         ask(assignments=("rehearsal.preempt_at_steps=[5]",))
     made = ask(assignments=("rehearsal.preempt_at_steps=[5]",), job={"backend": "local", "device": "cpu"})
     assert made.spec.recipe.rehearsal.preempt_at_steps == (5,)
+
+
+def test_a_profile_that_no_step_would_reach(ask: Prepare, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'7:9' begins behind the last of train\.steps = 7"):
+        ask(assignments=("train.steps=7", 'train.profile="7:9"'))
+    assert ask(assignments=("train.steps=7", 'train.profile="6:9"')).spec.recipe.profiled_steps == range(6, 9)
+    (tmp_path / "train.py").touch()  # has steps of its own
+    assert ask("train.py", assignments=('train.profile="700:900"',)).spec.script is not None
 
 
 def test_bad_environment_names_are_refused_before_anything_is_made(ask: Prepare, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from clustertrain.run.spec import load_spec
 from tests.fake_slurm.fixture import FakeSlurm
 
 Sweep = Callable[..., Swept]
-SIX = ("optim.lr=1e-4,3e-4,1e-3", "train.seed=1,2")
+SIX = ("env.LR=1e-4,3e-4,1e-3", "train.seed=1,2")
 
 
 @pytest.fixture
@@ -50,6 +50,10 @@ def left_behind(tmp_path: Path) -> list[Path]:
         (['qos=["", "high"]'], [{"qos": ""}, {"qos": "high"}]),
         (["lr=log:1e-5:1e-2:4"], [{"lr": lr} for lr in (1e-5, 1e-4, 1e-3, 1e-2)]),
         (["lr=log:3e-3:1e-4:3"], [{"lr": lr} for lr in (3e-3, 5.477e-4, 1e-4)]),
+        (["train.steps=log:10:1000:4"], [{"train.steps": n} for n in (10, 46, 215, 1000)]),
+        (["train.steps=log:1:2:4"], [{"train.steps": 1}, {"train.steps": 2}]),
+        (["env.LR=1e-4, x"], [{"env.LR": "1e-4"}, {"env.LR": "x"}]),
+        (["env.LR=log:1e-4:1e-2:2"], [{"env.LR": "0.0001"}, {"env.LR": "0.01"}]),
         (["a=1,2", "b=x,y"], [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y")]),
     ],
 )
@@ -127,7 +131,7 @@ def test_without_at_once_the_array_has_no_limit(sweep: Sweep, fake_slurm: FakeSl
 
 def test_a_script_is_snapshotted_once_for_all(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
-    done = sweep('env.LR=["1e-4", "3e-4"]', target="train.py", job={"share": True})
+    done = sweep("env.LR=1e-4,3e-4", target="train.py", job={"share": True})
     for submitted, values in done.runs:
         run = submitted.run
         assert run.code.readlink() == Path("../../sweeps", done.folder.name, "code")
@@ -141,6 +145,11 @@ def test_a_script_is_snapshotted_once_for_all(sweep: Sweep, tmp_path: Path) -> N
     [
         (["train.stpes=1,2"], {}, "with train.stpes=1: --set: unknown key 'train.stpes'"),
         (["train.steps=5,-1"], {}, "with train.steps=-1: "),
+        (
+            ["optim.name=lion,adamw"],
+            {"assignments": ("optim.momentum=0.8",)},
+            'in every run of the sweep: optim.momentum has no effect with optim.name = "lion"',
+        ),
         (["train.seed=1,2"], {"assignments": ("train.seed=3",)}, "train.seed is given twice"),
         (["train.seed=1,2"], {"target": "missing.py"}, "missing.py: no such file"),
         (["train.global_batch=16,12"], {"job": {"gpus": 8}}, "with train.global_batch=12: "),
@@ -158,6 +167,25 @@ def test_what_is_refused_before_anything_is_made(
         sweep(*given, **more)
     assert said in str(e.value)
     assert left_behind(tmp_path) == [] and fake_slurm.calls("sbatch") == []
+
+
+def test_a_key_that_only_some_runs_go_by_is_told_once(sweep: Sweep, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("[schedule]\nfloor = 0.2\n")
+    grid = ("optim.name=sgd,adamw", "schedule.kind=cosine,constant", "optim.momentum=0.8")
+    done = sweep(*grid, target="small.toml", assignments=("optim.betas=[0.9, 0.98]",))
+    assert [note for note in done.notes if "no effect" in note] == [
+        'optim.betas has no effect with optim.name = "sgd"',
+        'schedule.floor has no effect with schedule.kind = "constant"',
+        'optim.momentum has no effect with optim.name = "adamw"',
+    ]
+
+
+def test_what_is_wrong_with_the_file_is_not_of_the_first_runs_values(sweep: Sweep, tmp_path: Path) -> None:
+    (tmp_path / "odd.toml").write_text("[model")
+    for target in ("missing.toml", "odd.toml"):
+        with pytest.raises((UsageError, ConfigError)) as e:
+            sweep("train.seed=1,2", target=target)
+        assert "with train.seed" not in str(e.value) and target in str(e.value)
 
 
 def test_a_refusal_or_an_interrupt_leaves_nothing_behind(

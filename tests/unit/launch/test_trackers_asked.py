@@ -44,7 +44,6 @@ def test_what_may_surprise_is_noted(spec: TrackingSpec, environ: dict[str, str],
     [
         ({"to": ["mlflow"], "uri": "https://me:hunter2@mlflow.example"}, "give them in the environment"),
         ({"to": ["tensorboard", "tensorboard"]}, "one is named twice"),
-        ({"uri": "sqlite:///x"}, "has no effect without"),
         ({"to": ["neptune"]}, "tracking.to"),
     ],
 )

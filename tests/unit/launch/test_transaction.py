@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
 from clustertrain.launch import submit as transaction
@@ -53,6 +54,14 @@ def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (event,) = events.of_run(run)
     assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")
     assert run.checkpoints.is_dir() and not run.checkpoints.is_symlink() and not run.code.exists()
+
+
+def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    asked = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
+             "resume": "exact", "gpu_hours": 5.0}  # fmt: skip
+    (tmp_path / "cats.toml").write_text(tomli_w.dumps({"contract": asked}))
+    record = json.loads(ask(tmp_path, target="cats.toml").run.record.read_text())
+    assert record["contract"].items() >= {**asked, "higher_is_better": True}.items()
 
 
 def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -118,7 +127,7 @@ def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
     (tmp_path / "mine.py").write_text("def make(): ...\n")
     run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
     assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.script.read_text()
-    run = ask(tmp_path, assignments=("model.entry=somewhere.installed:make",)).run
+    run = ask(tmp_path, assignments=("model.entry=json.decoder:JSONDecoder",)).run
     assert not run.code.exists()
 
 

@@ -73,6 +73,12 @@ def test_a_batch_that_was_named_leaves_the_rate_alone_on_any_number_of_ranks() -
         assert said(made, "lr ").startswith(f"lr {LR:g}: stays as it is on another number of ranks")
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
+def test_the_effective_batch_is_the_one_that_was_named_on_any_number_of_ranks(gpus: int) -> None:
+    made = planned(batch=64, gpus=gpus)
+    assert made.batch.micro_batch * made.batch.grad_accum * made.layout.data_parallel == 64
+
+
 def test_a_batch_that_follows_from_the_ranks_says_how_to_keep_it_and_how_to_follow_it() -> None:
     made = planned(gpus=48)
     reason = said(made, "lr ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import GIB, Memory, of_rank
+from clustertrain.plan.stack import CLUSTERTRAIN
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec
 
@@ -73,6 +75,17 @@ def test_activations_grow_with_micro_batch_and_sequence() -> None:
     base = rank(Layout())
     assert rank(Layout(), micro_batch=4).activations_gib == pytest.approx(4 * (base.activations_gib or 0))
     assert rank(Layout(), seq_len=4096).logits_gib == pytest.approx(2 * (base.logits_gib or 0))
+
+
+def test_a_smoothed_loss_gathers_split_logits() -> None:
+    """A rank has its part of them, and the loss those of the whole vocabulary."""
+    model, run, split = ModelSpec(vocab_size=1000), Pass(10, 1, compute="bf16"), Layout(tp=4)
+    smoothed = dataclasses.replace(CLUSTERTRAIN, whole_logits=True)
+    assert logits_bytes(model, run, split) == 10 * 1000 * 14 / 4
+    assert logits_bytes(model, run, split, smoothed) == 10 * 1000 * (2 / 4 + 12)
+    assert logits_bytes(model, run, Layout(), smoothed) == logits_bytes(model, run, Layout())
+    whole = dataclasses.replace(run, parallel=ParallelSpec(loss_parallel=False))
+    assert logits_bytes(model, whole, split, smoothed) == logits_bytes(model, whole, split)
 
 
 def test_dropout_costs_memory_and_logits_are_counted_in_fp32_too() -> None:

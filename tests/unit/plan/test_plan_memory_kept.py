@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clustertrain.plan.activations import Part, Pass, activation_bytes
+from clustertrain.plan.activations import Part, Pass, activation_bytes, logits_bytes
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import GIB, of_rank
+from clustertrain.plan.stack import CLUSTERTRAIN
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec
-from clustertrain.train import computation, context_parallel, tensor_parallel
+from clustertrain.train import computation, context_parallel, losses, tensor_parallel
 from clustertrain.train.model import Decoder
 
-BATCH, LENGTH = 2, 128
+BATCH, LENGTH, VOCABULARY = 2, 128, 4000
 MODEL = ModelSpec(vocab_size=500, dim=128, layers=2, heads=4, kv_heads=2)
 LAYOUTS = {
     "single": Layout(),
@@ -84,6 +87,30 @@ def test_the_count_is_what_torch_holds(name: str, checkpointing: str, mode: str)
     found = held(layout, mode)
     tables = 3 * LENGTH * MODEL.dim // MODEL.heads * 4  # of the rotary embedding, once a model
     assert counted == pytest.approx(found["activations"], rel=0.005, abs=tables)
+
+
+def peak_of_loss(dtype: torch.dtype) -> int:
+    """Bytes at the peak of a smoothed loss and its backward pass, with the logits that are split over two ranks."""
+    context = SimpleNamespace(layout=Layout(tp=2), parallel=ParallelSpec())
+    with last_of(2) as mesh, tensor_parallel.loss_context(context):  # type: ignore[arg-type]
+        part = torch.randn(BATCH, LENGTH, VOCABULARY // 2, dtype=dtype, requires_grad=True)
+        targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+        tracker = MemTracker()
+        tracker.track_external(part)
+        with tracker:
+            logits = DTensor.from_local(part, mesh, [Shard(-1)], run_check=False)
+            loss, _ = losses.cross_entropy(logits, targets, smoothing=0.1)
+            loss.backward()
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+    return int(found["Total"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_smoothed_loss_needs_the_logits_of_the_whole_vocabulary(dtype: torch.dtype) -> None:
+    model, split = msgspec.structs.replace(MODEL, vocab_size=VOCABULARY), Layout(tp=2)
+    run = Pass(LENGTH, BATCH, compute="fp32" if dtype == torch.float32 else "bf16")
+    counted = logits_bytes(model, run, split, replace(CLUSTERTRAIN, whole_logits=True))
+    assert counted == pytest.approx(peak_of_loss(dtype), rel=0.05) and counted > 1.5 * logits_bytes(model, run, split)
 
 
 @pytest.mark.parametrize("name", ["single", "tp", "tp-sp"])

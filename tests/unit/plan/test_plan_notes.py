@@ -48,6 +48,13 @@ def planned(
         (Layout(strategy="ddp", dp_replicate=2, tp=2), {"compress_gradients": True}, ["compress_gradients"]),
         (Layout(), {"offload": True, "bucket_mib": 50}, ["offload", "bucket_mib"]),
         (Layout(), {}, []),
+        (DDP, {"defer_reduction": True}, ["defer_reduction"]),
+        (
+            FSDP,
+            {"sequence_parallel": False, "context": "ring", "split": ("a",)},
+            ["sequence_parallel", "context", "split"],
+        ),
+        (Layout(tp=2, pp=2), {"sequence_parallel": False, "schedule": "1f1b"}, []),
     ],
 )
 def test_options_of_other_layouts_have_no_effect(layout: Layout, options: dict[str, Any], unused: list[str]) -> None:

@@ -14,6 +14,7 @@ from clustertrain.plan.planner import Plan, flops_per_step, plan, require_fit
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.spec.objective import ObjectiveSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 
@@ -99,6 +100,7 @@ def test_what_cannot_fit_is_said_in_the_plan_and_refused_at_submit() -> None:
     made = chosen(spec(LARGE, layout="ddp", gpu_type="a100", seq_len=2048))
     assert made.memory.fits is False
     assert any("does not fit" in reason for reason in made.reasons)
+    assert any("with which it needs least" in reason for reason in made.reasons)
     with pytest.raises(ConfigError, match="--layout auto") as e:
         require_fit(made)
     assert e.value.exit_code == 78
@@ -241,6 +243,15 @@ def test_auto_chooses_by_the_memory_that_the_other_degrees_leave() -> None:
     assert split.memory.fits is True
     still = chosen(spec(LARGE, tp=2, **large))
     assert (still.layout.strategy, still.layout.dp_shard) == ("fsdp", 8)
+
+
+def test_a_smoothed_loss_needs_more_where_it_gathers_the_logits() -> None:
+    split = spec(nodes=1, gpus=2, tp=2)
+    smoothed = msgspec.structs.replace(split.recipe, objective=ObjectiveSpec(label_smoothing=0.1))
+    made, plain = chosen(msgspec.structs.replace(split, recipe=smoothed), "cpu"), chosen(split, "cpu")
+    assert (made.memory.logits_gib or 0.0) > 1.5 * (plain.memory.logits_gib or 0.0)
+    (why,) = [r for r in made.reasons if r.startswith("label smoothing with tp 2")]
+    assert why.endswith("that memory is in the estimate")
 
 
 def test_one_data_parallel_rank_is_single() -> None:

@@ -26,7 +26,7 @@ def test_task_metric_slices_and_budget() -> None:
     )
     assert contract_rows(found) == [
         ("task", "tell cats from dogs, research"),
-        ("judged by", "validation_accuracy: best 0.7 at step 20; 0.6 at step 30"),
+        ("judged by", "validation_accuracy: best 0.7 at step 20, last 0.6 at step 30"),
         ("slices", "night 0.5, worse by 0.25 than its best 0.75; day 0.9"),
         ("budget", "4 GPU-hours used, 6 left"),
     ]

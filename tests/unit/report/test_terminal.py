@@ -8,6 +8,15 @@ from clustertrain.report import terminal
 from clustertrain.report.terminal import ASCII, UNICODE
 
 
+def test_rows_go_whole_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = io.StringIO()
+    terminal.emit(terminal.make_console(out, rows=True), "word " * 1000)
+    assert out.getvalue() == ("word " * 1000).rstrip() + "\n"
+    monkeypatch.setenv("COLUMNS", "100")
+    assert terminal.make_console(out, rows=True).width == 100
+
+
 def test_a_pipe_gets_plain_text_and_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")

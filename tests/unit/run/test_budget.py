@@ -108,6 +108,49 @@ def test_the_standing_of_a_run(run: RunDir) -> None:
     assert found.used is not None and found.used.gpu_hours == 4.0 and found.left == {"gpu_hours": 6.0}
 
 
+@pytest.mark.parametrize("name", ["rolled_back", "restored", "first_step"])
+def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir, name: str) -> None:
+    fsio.write_json(run.record, {"contract": contract.recorded(Recipe())})
+    log = EventLog(run.attempt(1).events_of("rank-0"))
+
+    def now() -> float | None:
+        found = contract.standing(run, [], None)
+        assert found is not None and (found.value is None) == (found.step is None)
+        return found.value
+
+    log.write("judged", step=4, value=2.0)
+    log.write("judged", step=8, value=1.0)
+    assert now() == 1.0
+    if name == "restored":
+        log.close()
+        log = EventLog(run.attempt(2).events_of("rank-0"))
+        log.write("restored", step=4)
+    elif name == "first_step":  # it found no checkpoint, so that it has restored none
+        log.close()
+        log = EventLog(run.attempt(2).events_of("rank-0"))
+        log.write("first_step", step=1)
+        assert now() is None
+        log.write("judged", step=4, value=2.0)
+    else:
+        log.write("rolled_back", step=9, to_step=4)
+    assert now() == 2.0
+    log.write("judged", step=8, value=3.0)
+    assert now() == 3.0
+    log.write("rolled_back", step=9, to_step=2)
+    assert now() is None
+    log.close()
+
+
+def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_counts(run: RunDir) -> None:
+    fsio.write_json(run.record, {"contract": contract.recorded(Recipe())})
+    log = EventLog(run.attempt(1).events_of("rank-0"))
+    log.write("judged", step=1, value=2.0)
+    log.write("first_step", step=1)
+    log.close()
+    found = contract.standing(run, [], None)
+    assert found is not None and found.value == 2.0
+
+
 def test_every_key_of_the_tables_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
     for field in msgspec.structs.fields(EvaluationSpec):

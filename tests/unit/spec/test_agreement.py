@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec.agreement import check_contract
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
 
 
 def recipe(**tables: Any) -> Recipe:
-    return build(tables, Recipe, "recipe.toml")
+    made = build(tables, Recipe, "recipe.toml")
+    check_contract(made, "recipe.toml")
+    return made
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,10 @@ def recipe(**tables: Any) -> Recipe:
     [
         ({"schedule": {"warmup_steps": 200}}, "warmup_steps = 200 is not less than train.steps = 200"),
         ({"schedule": {"kind": "wsd", "warmup_steps": 100, "cooldown_steps": 101}}, "more than train.steps = 200"),
+        (
+            {"schedule": {"kind": "wsd", "cooldown_steps": 198}},
+            "warmup_steps = 4 and cooldown_steps = 198 are more than train.steps = 200",
+        ),
         ({"schedule": {"kind": "step", "milestones": [50, 200]}}, "milestones = .*before train.steps = 200"),
         ({"schedule": {"kind": "plateau"}}, "plateau' follows a validation metric: set data.validation"),
         ({"optim": {"unfreeze": [{"step": 200, "modules": ["a"]}]}}, "unfreeze: step 200"),
@@ -28,6 +35,10 @@ def recipe(**tables: Any) -> Recipe:
             {"contract": {"metric": "validation_acuracy"}, "data": {"validation": 0.1}},
             "none that the evaluation gives: did you mean validation_accuracy",
         ),
+        (
+            {"contract": {"metric": "validation_top5"}, "data": {"validation": 0.1}},
+            "metric = 'validation_top5': name 'top5' in evaluation.metrics too",
+        ),
         ({"contract": {"slices": ["a"]}}, "slices are of the validation data"),
         ({"contract": {"cost": 10.0}}, "no limit without gpu_hour_cost"),
         (
@@ -35,13 +46,10 @@ def recipe(**tables: Any) -> Recipe:
             "metric = 'loss' and checkpoint.best = 'grad_norm': two scalars would decide",
         ),
         (
-            {"contract": {"metric": "score", "mode": "max"}, "checkpoint": {"keep_best": 1, "best_mode": "min"}},
-            "mode = 'max' and checkpoint.best_mode = 'min' say the opposite of score",
+            {"contract": {"metric": "loss", "mode": "max"}, "checkpoint": {"keep_best": 1, "best_mode": "min"}},
+            "mode = 'max' and checkpoint.best_mode = 'min' say the opposite of loss",
         ),
         ({"evaluation": {"metrics": ["recall_at_1"]}}, "'recall_at_1' cannot be told of objective.kind"),
-        ({"evaluation": {"patience": 2}}, "patience needs data.validation"),
-        ({"data": {"augment": {"flip": True}}}, "augment changes images, and the data is of kind text"),
-        ({"data": {"pack": True}}, "pack puts documents of tokens"),
         ({"data": {"kind": "images"}}, "a decoder learns from text or tokens or own"),
         ({"data": {"kind": "own"}}, "kind = 'own' and entry go together"),
         ({"data": {"kind": "tokens"}}, "kind = 'tokens' and no data.path"),
@@ -59,16 +67,11 @@ def recipe(**tables: Any) -> Recipe:
             {"model": {"kind": "convnet"}, "data": {"augment": {"mixup": 0.2}}, "objective": {"kind": "mse"}},
             "augment.mixup mixes classes",
         ),
-        (
-            {"objective": {"kind": "mse", "label_smoothing": 0.1}},
-            "label_smoothing: objective.kind = 'mse' has no classes",
-        ),
         ({"train": {"profile": "20:10"}}, "profile = '20:10': must be \"first:end\""),
         ({"optim": {"lr": 0.0}}, "lr = 0.0: must be greater than 0"),
         ({"optim": {"lr_scale": {"head": -1.0}}}, "lr_scale.head = -1.0: must be greater than 0"),
         ({"optim": {"nesterov": True, "momentum": 0.0}}, "nesterov needs a momentum"),
         ({"stability": {"spike_window": 4}}, "spike_window = 4: fewer than 16"),
-        ({"tracking": {"offline": True}}, "offline has no effect"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_by_name(tables: dict[str, Any], words: str) -> None:
@@ -81,7 +84,8 @@ def test_what_is_left_open_follows_from_the_other_tables() -> None:
     assert text.optim.betas_for(text=text.is_text) == (0.9, 0.95)
     assert images.optim.betas_for(text=images.is_text) == (0.9, 0.999)
     assert (text.deciding_metric, text.higher_is_better) == ("loss", False)
-    kept = recipe(data={"validation": 0.1}, contract={"metric": "validation_accuracy/night"})
+    images_kept = {"model": {"kind": "convnet"}, "data": {"validation": 0.1}}
+    kept = recipe(**images_kept, contract={"metric": "validation_accuracy/class-1"})
     assert kept.higher_is_better
     assert recipe(data={"validation": 0.1}).deciding_metric == "validation_loss"
     assert text.evaluated_metrics == ("accuracy", "perplexity", "bits_per_token")
@@ -94,15 +98,32 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
     validated = {"validation": 0.1}
     assert recipe(data=validated).best_mode == "min"
     assert recipe(data=validated, contract={"metric": "validation_accuracy"}).best_mode == "max"
-    assert recipe(contract={"metric": "score", "mode": "max"}).best_mode == "max"
-    assert recipe(checkpoint={"keep_best": 1, "best": "accuracy"}).best_mode == "max"
-    assert recipe(checkpoint={"keep_best": 1, "best": "accuracy", "best_mode": "min"}).best_mode == "min"
+    assert recipe(contract={"metric": "loss", "mode": "max"}).best_mode == "max"
+    best = {"keep_best": 1, "best": "validation_accuracy"}
+    assert recipe(data=validated, checkpoint=best).best_mode == "max"
+    assert recipe(data=validated, checkpoint={**best, "best_mode": "min"}).best_mode == "min"
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_what_each_row_has_may_decide(name: str) -> None:
+    assert recipe(contract={"metric": name}, data={"validation": 0.1}).deciding_metric == name
+    recipe(checkpoint={"keep_best": 1, "best": name})
 
 
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
         ({"contract": {"metric": "accuracy"}, "data": {"validation": 0.1}}, "did you mean validation_accuracy"),
+        ({"contract": {"metric": "accuracy"}}, "did you mean validation_accuracy"),
+        (
+            {"contract": {"metric": "f1"}},
+            "'f1' is none that is measured without validation data: known: grad_norm, loss",
+        ),
+        ({"contract": {"metric": "lossy"}}, "did you mean loss"),
+        ({"contract": {"metric": "loss/night"}}, "did you mean validation_loss"),
+        ({"contract": {"metric": "val_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
+        ({"contract": {"metric": "eval_loss"}, "data": {"validation": 0.1}}, "did you mean validation_loss"),
+        ({"checkpoint": {"keep_best": 1, "best": "f1"}, "data": {"validation": 0.1}}, "checkpoint.best = 'f1' is none"),
         ({"objective": {"kind": "mse"}}, "a decoder on text is trained by cross-entropy"),
         (
             {"stability": {"then": "roll-back"}, "checkpoint": {"every": 5, "keep": 1}},

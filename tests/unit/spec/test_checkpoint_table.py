@@ -58,7 +58,7 @@ def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path
         ({"every": "h"}, "every = 'h': must be"),
         ({"every": 1.5}, "checkpoint.every"),
         ({"every": True}, "checkpoint.every"),
-        ({"evry": 10}, "did you mean every"),
+        ({"evry": 10}, "did you mean checkpoint.every"),
         ({"keep": 0}, "keep = 0"),
         ({"keep_every": -1}, "keep_every = -1: must be 0 (none) or more"),
         ({"keep_best": -2, "best": "loss"}, "keep_best = -2"),

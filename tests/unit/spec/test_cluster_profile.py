@@ -26,7 +26,7 @@ def test_measured_rates_are_read(tmp_path: Path) -> None:
     [
         ("gpus_per_node = -1", "gpus_per_node = -1"),
         ("[measured]\nnode_bus_gb_s = 0", "greater than 0"),
-        ("[measured]\ngemm_tflop = 1", "did you mean gemm_tflops"),
+        ("[measured]\ngemm_tflop = 1", r"did you mean measured\.gemm_tflops"),
         ('[measured]\ngemm_dtype = "tf32"', "use one of"),
     ],
 )

@@ -37,14 +37,14 @@ def test_a_word_that_is_not_known_gets_those_that_are_the_nearest_first() -> Non
     assert e.value.fix == "use one of zbv, 1f1b, zero-bubble, auto, gpipe, interleaved"
     with pytest.raises(ConfigError, match=r"(?s)train.precision.*use one of bf16, fp16,"):
         build({"train": {"precision": "bfloat16"}}, Recipe, "recipe.toml")
-    with pytest.raises(ConfigError, match=r"change train.steps = 'many'"):
+    with pytest.raises(ConfigError, match=r'change train.steps = "many"'):
         build({"train": {"steps": "many"}}, Recipe, "recipe.toml")
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"schedul": "1f1b"}, "did you mean schedule"),
+        ({"schedul": "1f1b"}, "did you mean parallel.schedule"),
         ({"schedule": "1f2b"}, "parallel.schedule"),
         ({"schedule": "1f1b", "virtual_stages": 2}, "takes one stage a rank"),
         ({"schedule": "zbv", "virtual_stages": 3}, "takes two stages a rank"),

@@ -138,6 +138,31 @@ def test_settings_that_matter(tmp_path: Path) -> None:
     assert '"ONE"' not in json.dumps(msgspec.to_builtins(found)), "a variable's value may be a secret"
 
 
+@pytest.mark.parametrize(
+    ("more", "there", "not_there"),
+    [
+        (
+            '[script]\npath = "train.py"\nargs = ["--lr", "1"]\ncwd = "/"\n',
+            {"script.args", "recipe.train.seed", "recipe.checkpoint.keep"},
+            {"recipe.optim.lr", "recipe.optim.name", "recipe.model.dim", "recipe.train.steps", "recipe.data.seq_len"},
+        ),
+        (
+            '[recipe.model]\nentry = "mine:Net"\nargs = { dim = 3 }\n',
+            {"recipe.model.entry", "recipe.model.args.dim", "recipe.optim.lr"},
+            {"recipe.model.dim", "recipe.model.layers", "recipe.model.convnet.width"},
+        ),
+    ],
+)
+def test_only_what_a_run_goes_by_is_a_setting_of_it(
+    more: str, there: set[str], not_there: set[str], tmp_path: Path
+) -> None:
+    run = a_run(tmp_path, "one-aaaaaa", 3e-4, "", 4)
+    with run.spec.open("a") as file:
+        file.write(more)
+    found = settings_of(run).keys()
+    assert there <= found and not not_there & found
+
+
 def test_a_spec_that_does_not_read_is_told(tmp_path: Path) -> None:
     a, b = (a_run(tmp_path, name, 3e-4, "", 4) for name in ("one-aaaaaa", "two-bbbbbb"))
     b.spec.write_text("job = 3")

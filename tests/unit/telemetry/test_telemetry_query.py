@@ -151,7 +151,7 @@ def test_a_lost_gpu_lowers_the_coverage_and_is_a_note(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("utilization", "seconds", "severity"),
-    [(0.1, 100, "critical"), (0.4, 100, "warning"), (0.1, 30, "info"), (0.6, 100, None)],
+    [(0.1, 100, "critical"), (0.4, 100, "warning"), (0.1, 30, "info"), (0.65, 100, "warning"), (0.75, 100, None)],
 )
 def test_low_utilization(run: RunDir, utilization: float, seconds: int, severity: str | None) -> None:
     record(new_attempt(run), [(gpu(0), busy(utilization))], seconds=seconds)

@@ -55,5 +55,5 @@ def wandb(run: RunDir, tag: str = "loss") -> Points:
     for record in wandb_records(run):
         if record.WhichOneof("record_type") == "history":
             values = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            found.append((values["_step"], values[tag]))
+            found += [(values["_step"], values[tag])] if tag in values else []
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from clustertrain.run import curves, metrics
 from clustertrain.tracking import follow
 from clustertrain.tracking.follow import Follower, scalars
+from clustertrain.tracking.tracker import Handing
 from tests.unit.tracking.tracked_runs import make, row, write
 
 
@@ -77,6 +79,66 @@ def test_as_many_as_are_asked_for_and_the_rest_later(tmp_path: Path, monkeypatch
     follower = Follower(run)
     found = [steps(follower.read(4)) for _ in range(4)]
     assert found == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], []]
+
+
+def test_a_row_whose_evaluation_was_cut_short_comes_once_with_what_it_found(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 3)
+    write(run, 1, 4, 4, **metrics.CUT_SHORT)
+    follower = Follower(run)
+    assert steps(follower.read()) == [1, 2, 3]
+    write(run, 2, 4, 4, validation_loss=0.5)
+    write(run, 2, 5, 5)
+    found = follower.read()
+    assert steps(found) == [4, 5] and found[0]["validation_loss"] == 0.5
+    assert Follower(run, after=3).read() == found
+
+
+@pytest.mark.parametrize("first", [3, 5])
+def test_or_as_it_is_where_nobody_makes_up_for_it(tmp_path: Path, first: int) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 3)
+    write(run, 1, 4, 4, **metrics.CUT_SHORT)
+    follower = Follower(run)
+    assert steps(follower.read()) == [1, 2, 3]
+    write(run, 2, first, 6)
+    found = follower.read()
+    assert [(r["step"], r["attempt"]) for r in found] == [(4, 2 if first == 3 else 1), (5, 2), (6, 2)]
+    assert Follower(run, after=3).read() == found
+
+
+class Noting:
+    """A tracker that writes down what it is told."""
+
+    name = "noting"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.ending: str | None = ""
+
+    def open(self) -> int:
+        return -1
+
+    def hand(self, rows: Sequence[follow.Row]) -> None:
+        self.steps += [row["step"] for row in rows]
+
+    def close(self, ending: str | None) -> None:
+        self.ending = ending
+
+    def abandon(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("ending", "handed"), [(None, [1, 2, 3]), ("failed", [1, 2, 3, 4])])
+def test_or_at_the_end_of_the_run(tmp_path: Path, ending: str | None, handed: list[int]) -> None:
+    run = make(tmp_path)
+    write(run, 1, 1, 3)
+    write(run, 1, 4, 4, **metrics.CUT_SHORT)
+    noting = Noting()
+    handing = Handing(run, noting, lambda name, why: pytest.fail(why), ending=lambda: ending, again=False)
+    handing.ask_to_stop()
+    handing.thread.run()
+    assert (noting.steps, noting.ending, handing.last) == (handed, ending, handed[-1])
 
 
 def test_numbers_alone_are_worth_a_curve() -> None:

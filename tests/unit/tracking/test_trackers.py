@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import ScriptSpec
 from clustertrain.tracking import facts, tracker
 from clustertrain.tracking.follow import Follower
 from clustertrain.tracking.tracker import Handing, State, Tracker
@@ -24,9 +26,9 @@ from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
 # SQLAlchemy 2.1 deprecates what MLflow 3.17 uses.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:The ``noload`` loader")]
 ALL = ("tensorboard", "wandb", "mlflow")
-READ: dict[str, Callable[[RunDir], reading_back.Points]] = {
+READ: dict[str, Callable[..., reading_back.Points]] = {
     "tensorboard": reading_back.tensorboard, "wandb": reading_back.wandb, "mlflow": reading_back.mlflow
 }  # fmt: skip
 
@@ -93,6 +95,18 @@ def test_an_attempt_continues_what_the_one_before_began(tmp_path: Path, name: st
     assert READ[name](run) == expected
     assert hand_on(run, name, attempt=2) == []  # by hand, once more
     assert READ[name](run) == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_evaluation_that_was_made_up_for_arrives_with_its_step(tmp_path: Path, name: str) -> None:
+    run = tracked(tmp_path, name)
+    write(run, 1, 1, 3, validation_loss=0.75)
+    write(run, 1, 4, 4, **metrics.CUT_SHORT)
+    assert hand_on(run, name, ending=None) == []
+    write(run, 2, 4, 4, validation_loss=0.5)
+    assert hand_on(run, name, attempt=2) == []
+    assert READ[name](run, tag="validation_loss") == [(1, 0.75), (2, 0.75), (3, 0.75), (4, 0.5)]
+    assert [step for step, _ in READ[name](run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
@@ -162,7 +176,7 @@ def test_wandbs_service_ends_of_the_warning_of_a_preemption_and_the_rows_after_i
     assert said == [] and not one.failed
     assert reading_back.wandb(run) == [(s, loss(s)) for s in range(1, 61)]
     # wandb keeps the handle of a service that has died, and never asks for its end.
-    for process in [o for o in gc.get_objects() if isinstance(o, subprocess.Popen)]:
+    for process in [o for o in gc.get_objects() if issubclass(type(o), subprocess.Popen)]:
         process.wait(30)
 
 
@@ -254,6 +268,12 @@ def test_settings_contract_and_tags_go_along(tmp_path: Path, monkeypatch: pytest
     assert b"hunter2" not in kept and b"T0KEN" not in kept
 
 
+def test_of_a_script_no_default_of_the_trainer_is_a_setting(tmp_path: Path) -> None:
+    config = facts.of_run(make(tmp_path, script=ScriptSpec(path="train.py", cwd="/")), 0).config
+    assert {"script.path", "train.seed", "job.gpus"} <= config.keys()
+    assert not {"optim.lr", "model.dim", "train.steps"} & config.keys()
+
+
 def test_no_tracker_imports_torch(tmp_path: Path) -> None:
     run = make(tmp_path, tracking={"to": list(ALL)})
     program = (
@@ -318,9 +338,9 @@ class Breaking:
 
 @pytest.mark.parametrize(
     ("breaks", "complaints"),
-    [((False, True), 0), ((False, True, False, True), 0), ((False, True, True), 1), ((True,), 1)],
+    [((False, True), 0), ((False, True, False, True), 0), ((False, True, True), 1), ((True,), 0), ((True, True), 1)],
 )
-def test_what_worked_and_broke_is_opened_anew_before_it_is_called_a_failure(
+def test_what_breaks_is_opened_anew_once_before_it_is_called_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: tuple[bool, ...], complaints: int
 ) -> None:
     monkeypatch.setattr(tracker.Follower, "read", lambda self: one_row(run, self))

@@ -9,19 +9,22 @@ from typing import Any
 from clustertrain import fsio
 from clustertrain.launch.submit import spec_text
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
 
 T0 = 1_800_000_000.0
 
 
-def make(folder: Path, run_id: str = "lm-abcdef", **recipe: dict[str, Any]) -> RunDir:
+def make(
+    folder: Path, run_id: str = "lm-abcdef", *, script: ScriptSpec | None = None, **recipe: dict[str, Any]
+) -> RunDir:
     """A run without attempts; ``recipe`` are its tables."""
     run = RunDir(folder / run_id)
     for inner in ("attempts", "events", "metrics", "checkpoints"):
         (run.path / inner).mkdir(parents=True)
-    spec = RunSpec(job=JobSpec(name="lm", backend="local"), recipe=build(recipe, Recipe, "test"))
+    job = JobSpec(name="lm", backend="local")
+    spec = RunSpec(job=job, recipe=build(recipe, Recipe, "test"), script=script)
     run.spec.write_text(spec_text(spec))
     fsio.write_json(run.record, {"user": "someone", "git": {"commit": "c0ffee"}})
     return run

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from clustertrain.plan.layout import Layout
@@ -17,3 +21,13 @@ ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, 
 def built(model: nn.Module, seed: int = 3) -> nn.Module:
     """On the CPU with the values that ``seed`` gives."""
     return parallelize(model, ALONE, Groups(None, None, None, None), seed)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group, for what does not work without."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+import clustertrain
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
@@ -33,3 +37,11 @@ def test_the_secrets_of_the_alerts_stay_in_the_spec(url: str) -> None:
 def test_without_alerts_it_is_the_whole_recipe() -> None:
     spec = build({}, RunSpec, "spec.toml")
     assert build(about(dataclasses.replace(ALONE, spec=spec))["recipe"], Recipe, "manifest.json") == spec.recipe
+
+
+def test_it_says_of_which_code_it_is(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    git = {"commit": "0123abc", "dirty": False}
+    fsio.write_json(run.record, {"git": git})
+    found = about(dataclasses.replace(ALONE, run=run))
+    assert found["git"] == git and found["clustertrain"] == clustertrain.__version__

@@ -100,7 +100,7 @@ def test_it_is_called_once_more_with_the_other_path() -> None:
     [
         (own("Nowhere"), "data.entry = 'points_of_mine:Nowhere'.*no attribute"),
         (own("nothing"), "data.entry = .* returned int"),
-        (own("Points", args={"number": 3}), "data.args = {'number': 3}.*missing a required argument"),
+        (own("Points", args={"number": 3}), "data.args = { number = 3 }.*missing a required argument"),
         (own("Points", args={"count": 0}), "data.entry = .*: the data set is empty"),
         (own("Points", args={"count": 3}, validation=0.1), "validation = 0.1 of the 3 samples of data.entry"),
     ],

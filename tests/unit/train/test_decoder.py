@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_loss_at_initialisation_is_that_of_guessing(tied: bool) -> None:
 def test_parameters_are_those_the_plan_counts(tied: bool) -> None:
     model = build(tie_embeddings=tied)
     assert sum(p.numel() for p in model.parameters()) == model.spec.parameters()
+
+
+def test_each_layer_attends_by_torchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    torchs = F.scaled_dot_product_attention
+
+    def counted(*args: Any, **kw: Any) -> torch.Tensor:
+        calls.append(kw["is_causal"])
+        return torchs(*args, **kw)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    build(layers=3)(torch.zeros(1, 8, dtype=torch.int64))
+    assert calls == [True] * 3
 
 
 def test_no_token_sees_what_comes_after_it() -> None:

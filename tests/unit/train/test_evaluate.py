@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train import seeds
 from clustertrain.train.evaluation.evaluator import MOST_SLICES, NO_SLICES, slices_of
 from clustertrain.train.evaluation.ordered import OnePass
+from clustertrain.train.samples import Limits
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3
@@ -156,6 +158,47 @@ def test_a_session_without_a_model_and_data_without_samples(session: ct.Session)
     with pytest.raises(ConfigError, match="the validation data set is empty"):
         session.evaluate(Points(0), summed, model=Net())
     assert "validation_loss" in session.evaluate(Points(), summed, model=Net())
+
+
+@pytest.mark.parametrize(("value", "said"), [(7, "sample 9: target is 7, and must lie between 0 and 2"), (-3, "is -3")])
+def test_a_sample_that_cannot_be_judged_is_named(session: ct.Session, net: Net, value: int, said: str) -> None:
+    data = Points()
+    data.y[9] = value
+    with pytest.raises(ConfigError, match=said):
+        session.evaluate(data, F.cross_entropy, limits=Limits(classes=CLASSES))
+
+
+def test_a_validation_sample_that_is_not_finite_is_named(session: ct.Session, net: Net) -> None:
+    data = Points()
+    data.x[5, 2] = math.nan
+    with pytest.raises(ConfigError, match="sample 5: inputs holds nan"):
+        session.evaluate(data, F.cross_entropy)
+
+
+def test_before_it_is_known_that_layers_can_be_compiled_they_run_as_they_are_written(session: ct.Session) -> None:
+    layers = nn.ModuleList([nn.Linear(FEATURES, CLASSES)])
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)  # type: ignore[no-any-return]
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no g++ here")
+
+    session.parallelize(Stack())
+    session.optimizer(torch.optim.SGD, lr=0.1)
+    step: Any = session._train_step
+    layers[0]._compiled_call_impl = fails  # what nn.Module.compile sets
+    step._event = lambda name, **fields: None  # as with parallel.compile, before the first step
+    assert session.evaluate(Points(), F.cross_entropy)["validation_loss"] > 0
+    assert layers[0]._compiled_call_impl is fails
+    step._event = None  # by now they have been tried out
+    with pytest.raises(RuntimeError, match="no g"):
+        session.evaluate(Points(), F.cross_entropy)
 
 
 def one_pass(rank: int, ranks: int, count: int = 11, **options: Any) -> OnePass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from typing import Any
@@ -13,11 +14,13 @@ from torch import nn
 from clustertrain.errors import UsageError
 from clustertrain.spec.optim import OptimSpec
 from clustertrain.spec.stability import StabilitySpec
+from clustertrain.train import data_parallel
 from clustertrain.train.stability import clipping, update
 from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, LEAST_NORMS, Clipping
 from clustertrain.train.stability.guard import LEAST_SPREAD, MAD_TO_DEVIATION, Guard, Judged
 from clustertrain.train.stability.ring import Ring
 from clustertrain.train.stability.update import RunningStatistics
+from tests.unit.train.alone import group_of_one
 
 CPU = torch.device("cpu")
 LOSSES = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2, 1.8, 2.02] * 3
@@ -200,3 +203,31 @@ def test_running_means_are_put_back() -> None:
         kept.put_back_where(torch.tensor(skip))
         same = [torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)]
         assert all(same) if skip else not any(same)
+
+
+class OnGpu(nn.Parameter):
+    """Says that it lies on one."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_an_optimizer_is_asked_to_skip_by_itself_once_all_that_is_trained_has_state() -> None:
+    trained, frozen = OnGpu(torch.ones(2)), OnGpu(torch.ones(2))
+    optimizer = torch.optim.SGD([trained, frozen], lr=0.1, momentum=0.9, fused=True)
+    trained.grad = torch.ones(2)
+    assert not update.asks_the_device(optimizer)
+    optimizer.step()
+    assert update.asks_the_device(optimizer)
+    frozen.grad = torch.ones(2)  # no longer
+    assert not update.asks_the_device(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own import
+def test_of_zero1_the_host_decides_since_ranks_may_own_nothing_that_has_state() -> None:
+    p = OnGpu(torch.ones(2))
+    with group_of_one():
+        build = functools.partial(torch.optim.AdamW, lr=0.1, fused=True)
+        optimizer = data_parallel.split_optimizer(build, [{"params": [p]}])
+        p.grad = torch.ones(2)
+        optimizer.step()
+        assert not update.asks_the_device(optimizer)

@@ -14,7 +14,6 @@ import torch
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
 from clustertrain.train import data
 from clustertrain.train.data import Loader, workers_for
-from clustertrain.train.reading_speed import measure
 from clustertrain.train.samples import Limits
 
 # torch warns on machines with fewer cores than workers.
@@ -186,13 +185,18 @@ def test_an_error_of_the_data_set_stays_what_it_is_and_names_the_sample() -> Non
     assert found.value.__notes__ == ["while sample 8 (file 8) was read"]
 
 
-def test_blame_of_the_latest_item() -> None:
-    data = loader()
-    next(data)
-    data.latest = (torch.full((12, 1), float("nan")), torch.zeros(12))
-    found = data.blame()
-    assert [s.sample for s in found] == [k[0] for k in data.micro_batches_at(0)[0]]
-    assert [s.place for s in found] == list(range(12))
+def test_the_samples_of_a_step_are_named_on_any_rank() -> None:
+    ranks = [loader(Bad(40), rank=r, ranks=3, micro_batch=2) for r in range(3)]
+    for position in (0, 12, 36):  # of which the last one reaches into the next epoch
+        begins = [one.micro_batches_at(position) for one in ranks]
+        everything = [sample for parts in begins for part in parts for sample, _ in part]
+        first, *rest = re.findall(r"sample (\d+) \(file \1\)", ranks[1].named(position))
+        assert [first, *rest] == [str(i) for i in everything[:4]]
+        assert ranks[0].named(position).endswith(", ".join(map(str, everything[4:])))
+        samples = ", ".join(f"sample {i} (file {i})" for i, _ in begins[2][1])
+        epoch = 0 if position < 36 else 1
+        assert ranks[0].named(position, 5) == f"micro-batch 1 of data-parallel rank 2, epoch {epoch}: {samples}"
+    assert ranks[0].named(36).startswith("the global batch, epochs 0 and 1: ")
 
 
 @pytest.mark.parametrize(
@@ -210,17 +214,6 @@ def test_as_many_workers_as_the_cores_allow(asked: int, device: str, cores: int,
     assert workers_for(asked, torch.device(device), cores) == workers
 
 
-def test_the_speed_of_reading_leaves_the_loader_where_it_was() -> None:
-    data = loader(micro_batch=4)
-    next(data)
-    before = data.state_dict()
-    found = measure(data, batches=6)
-    assert data.state_dict() == before
-    assert (found.batches, found.batch_bytes) == (6, 2 * 12 * 8)
-    assert found.samples_per_s > 0 and found.batch_s_p50 <= found.batch_s_p95
-    assert [int(i) for p in next(data) for i in p[0]] == taken(2, 1)[1]
-
-
 def test_a_warning_to_the_job_does_not_kill_the_workers() -> None:
     data = loader(ProcessIds(), workers=2)
     pids = {int(p) for p in next(data)[1]} | {int(p) for p in next(data)[1]}
@@ -228,8 +221,8 @@ def test_a_warning_to_the_job_does_not_kill_the_workers() -> None:
     for pid in pids:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(pid, number)
-    for _ in range(10):
-        next(data)
+    # They are those of the whole run, over the ends of epochs too.
+    assert {int(p) for _ in range(10) for p in next(data)[1]} == pids
     data.close()
 
 

@@ -292,6 +292,15 @@ def test_an_entry_may_fill_its_parameters_and_have_its_own_loss() -> None:
 
 
 @pytest.mark.usefixtures("mine")
+def test_a_loss_of_the_models_own_smooths_no_labels() -> None:
+    tables: dict[str, Any] = {"model": {"entry": "mine.net:Filled"}, "data": {**SMALL}}
+    with pytest.raises(ConfigError, match=r"label_smoothing = 0.1 has no effect with the loss of mine\.net:Filled"):
+        task(build({**tables, "objective": {"label_smoothing": 0.1}}, Recipe, "recipe"))
+    named = {"label_smoothing": 0.1, "kind": "cross-entropy"}
+    assert task(build({**tables, "objective": named}, Recipe, "recipe")).loss.keywords["smoothing"] == 0.1  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("mine")
 def test_an_entry_that_computes_while_it_is_built() -> None:
     assert made({"entry": "mine.net:computes", "args": {"n": 3}}).model.weight.shape == (1, 3)
 

@@ -13,7 +13,7 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.plan.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, of_decoder, state_bytes
-from clustertrain.spec.optim import OptimSpec
+from clustertrain.spec.optim import OptimSpec, UnfreezeSpec
 from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder
@@ -163,9 +163,12 @@ def three() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def test_what_is_frozen_moves_at_its_step_and_has_no_state_before(session: ct.Session) -> None:
+@pytest.mark.parametrize(("name", "options"), [("adamw", {}), ("sgd", {"momentum": 0.9})])
+def test_what_is_frozen_moves_at_its_step_and_has_no_state_before(
+    name: str, options: dict[str, Any], session: ct.Session
+) -> None:
     model = session.parallelize(three(), freeze=["0", "2"], unfreeze=[(3, ["2"])])
-    optimizer = session.optimizer("adamw", lr=0.1)
+    optimizer = session.optimizer(name, lr=0.1, **options)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
     norms = []
     for step in session.steps(total=4):
@@ -218,11 +221,19 @@ def test_defaults_of_the_recipe() -> None:
     spec = OptimSpec()
     given = catalogue.options(spec, text=True, device=CPU)
     assert (given["lr"], given["betas"], given["eps"], spec.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
+    assert (spec.name, spec.clip, spec.clip_norm) == ("adamw", "norm", 1.0)
     assert catalogue.options(spec, text=False, device=CPU)["betas"] == (0.9, 0.999)
     assert catalogue.options(OptimSpec(name="lion"), text=True, device=CPU)["betas"] == (0.9, 0.99)
     assert catalogue.options(OptimSpec(name="sgd"), text=True, device=CPU)["momentum"] == 0.9
     assert catalogue.options(OptimSpec(name="muon"), text=True, device=CPU)["momentum"] == 0.95
     assert catalogue.options(OptimSpec(name="sgd"), text=True, device=torch.device("cuda"))["fused"] is True
+
+
+def test_sgd_of_layers_that_thaw_is_not_the_fused_one() -> None:
+    """Which wants momentum of all parameters of a group or of none."""
+    thawing = OptimSpec(name="sgd", freeze=("embed",), unfreeze=(UnfreezeSpec(step=3, modules=("embed",)),))
+    given = catalogue.options(thawing, text=True, device=torch.device("cuda"))
+    assert given["foreach"] is True and not given.get("fused")
 
 
 def test_muon_takes_hidden_matrices_and_nothing_else() -> None:

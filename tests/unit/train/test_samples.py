@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.samples import FINITE_BATCHES, Check, Limits, blame
+from clustertrain.train.samples import FINITE_BATCHES, Check, Limits, listed
 
 TOKENS = torch.arange(12).view(3, 4)
 KEYS = [(70, 0), (71, 1), (72, 2)]
@@ -58,11 +58,12 @@ def test_targets_that_count_nothing_may_have_any_value_that_says_so() -> None:
         check(TOKENS, masked, classes=4, ignore_index=-1)
 
 
-def test_a_data_set_may_name_its_samples() -> None:
-    class Files(list[int]):
-        def where(self, i: int) -> str:
-            return f"cats/{i}.png"
+class Files(list[int]):
+    def where(self, i: int) -> str:
+        return f"cats/{i}.png"
 
+
+def test_a_data_set_may_name_its_samples() -> None:
     with pytest.raises(ConfigError, match=r"sample 71 \(cats/71.png\): target is 5"):
         check(TOKENS, torch.tensor([0, 5, 1]), Files(), classes=5)
 
@@ -71,28 +72,16 @@ def test_numbers_that_are_not_finite_are_looked_for_in_the_first_batches() -> No
     seen, bad = Check(Limits()), (torch.full((3, 1), math.nan), TOKENS)
     for _ in range(FINITE_BATCHES):
         seen((torch.ones(3, 1), TOKENS), KEYS, [])
-    seen(bad, KEYS, [])  # by now the loss tells, and blame is asked
+    seen(bad, KEYS, [])  # by now the loss tells
     with pytest.raises(ConfigError, match="holds nan"):
         Check(Limits())(bad, KEYS, [])
 
 
-def test_blame_names_the_samples_whose_numbers_are_not_finite() -> None:
-    good = torch.ones(2, 3)
-    bad = good.clone()
-    bad[1, 2] = math.inf
-    batch = [(good, torch.zeros(2)), ((good, bad), torch.tensor([math.nan, 0.0]))]
-    places = [torch.tensor([10, 11]), torch.tensor([12, 13])]
-    found = blame(batch, places, lambda place: 100 + place)
-    assert [(s.micro_batch, s.row, s.place, s.sample) for s in found] == [(1, 1, 13, 113), (1, 0, 12, 112)]
-    assert str(found[0]) == "sample 113: inputs[1] at (2,) is inf"
-    assert str(blame(batch, None)[0]) == "row 1 of micro-batch 1: inputs[1] at (2,) is inf"
-    assert blame([batch[0]], places[:1]) == []
-
-
-def test_blame_leaves_out_what_only_fills_a_gap() -> None:
-    batch = (torch.full((1, 2), math.nan), torch.tensor([0]))
-    assert blame(batch, [torch.tensor([-1])]) == []
-
-
 def test_a_large_sum_is_no_infinity() -> None:
-    assert blame((torch.full((2, 4), 3e38), torch.zeros(2)), None) == []
+    check(torch.full((3, 4), 3e38), torch.zeros(3))
+
+
+def test_of_many_samples_some_are_listed() -> None:
+    words = listed(Files(), range(10, 110))
+    assert words.startswith("sample 10 (cats/10.png), sample 11 (cats/11.png), ")
+    assert words.endswith(", 72, 73 and 36 more") and listed([], [5, 6]) == "sample 5, sample 6"

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from clustertrain.errors import UsageError
+from clustertrain.plan.layout import Batch
+from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
-from clustertrain.train.schedule import LearningRate, warmup_steps
+from clustertrain.spec.strict import build
+from clustertrain.train import loop
+from clustertrain.train.schedule import LearningRate
 
 
 def rate(total: int, *, peak: float = 1.0, **spec: Any) -> LearningRate:
@@ -32,9 +38,9 @@ def test_floor_is_a_fraction_of_the_peak_and_holds_after_the_end() -> None:
 
 
 def test_warmup_is_two_percent_by_default_and_can_be_none() -> None:
-    assert warmup_steps(ScheduleSpec(), 1_000) == 20
-    assert warmup_steps(ScheduleSpec(), 10) == 1
-    assert warmup_steps(ScheduleSpec(warmup_steps=0), 1_000) == 0
+    assert ScheduleSpec().warmup(1_000) == 20
+    assert ScheduleSpec().warmup(10) == 1
+    assert ScheduleSpec(warmup_steps=0).warmup(1_000) == 0
     assert rate(100, warmup_steps=0, floor=0.0).at(1) < 1.0
 
 
@@ -99,6 +105,33 @@ def test_plateau_waits_for_a_higher_value_where_higher_is_better_and_stays_above
     for _ in range(10):
         found.observe(0.3)
     assert found.at(50) == 0.05
+
+
+@pytest.mark.parametrize(
+    ("contract", "higher"),
+    [
+        ({"metric": "validation_accuracy"}, True),
+        ({"metric": "validation_loss"}, False),
+        ({}, False),
+        ({"metric": "score", "mode": "max"}, False),  # what is observed is the validation's loss all the same
+    ],
+)
+def test_the_trainer_waits_in_the_direction_of_what_is_observed(
+    contract: dict[str, str], higher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(Exception):
+        """With the direction."""
+
+    def made(*args: Any, higher_is_better: bool, **kw: Any) -> None:
+        raise Made(higher_is_better)
+
+    monkeypatch.setattr(loop, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(loop, "trainer", lambda *args: None)
+    monkeypatch.setattr(loop, "LearningRate", made)
+    tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
+    with pytest.raises(Made) as caught:
+        loop.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
+    assert caught.value.args == (higher,)
 
 
 @pytest.mark.parametrize("kind", get_args(ScheduleKind))

@@ -24,6 +24,7 @@ def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, ov
         clip_fraction=torch.tensor(0.0),
         finite=torch.tensor(math.isfinite(loss)),
         spike=torch.tensor(spike),
+        bad=(flag, flag, flag),
         overflow=overflow,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,39 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert corpus.read(30, 4).tolist() == STREAM[30:34]
     begins, lengths = corpus.documents()
     assert [STREAM[b : b + n] for b, n in zip(begins, lengths, strict=True)] == [d for d in DOCUMENTS if d]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=type)
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupted_call_leaves_nothing_and_the_next_one_goes_well(
+    tmp_path: Path, error: BaseException, there: bool
+) -> None:
+    out = tmp_path / "new" / "shards"
+    if there:
+        out.mkdir(parents=True)
+
+    def interrupted() -> Iterator[list[int]]:
+        yield from DOCUMENTS
+        assert [p.name for p in out.glob("*.bin")] == ["00000.bin"]
+        raise type(error)(*error.args)
+
+    with pytest.raises(type(error)) as raised:
+        write(out, interrupted(), dtype="uint16", shard_tokens=40)
+    assert out.exists() == there and list(tmp_path.rglob("*.*")) == []
+    if isinstance(raised.value, OSError):
+        assert raised.value.filename == str(out)
+    assert write(out, DOCUMENTS, dtype="uint16", shard_tokens=40) == read_index(out)
+
+
+def test_what_a_killed_call_has_left_is_told(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="not empty"):
+        write(folder, DOCUMENTS)
+    (folder / INDEX).rename(folder / ".index.json.77-ab")
+    with pytest.raises(ConfigError, match=r"shards without an index(.|\n)*remove the folder"):
+        write(folder, DOCUMENTS)
+    (folder / "mine.txt").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        write(folder, DOCUMENTS)
 
 
 def test_shards_are_mapped_and_not_read(folder: Path) -> None:

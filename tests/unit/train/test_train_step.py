@@ -14,6 +14,7 @@ import clustertrain as ct
 from clustertrain.errors import UsageError
 from clustertrain.train.data import Loader
 from clustertrain.train.places import Places
+from clustertrain.train.step import alone, moments, powers
 
 FEATURES = 3
 
@@ -87,6 +88,33 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(session: ct.Sessi
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert (bool(done.skipped), bool(done.finite), bool(done.clipped), done.overflow) == (True, False, False, False)
     assert not session.train_step(good, masked).skipped
+
+
+def test_the_one_micro_batch_whose_loss_is_not_finite_is_known(session: ct.Session) -> None:
+    session.parallelize(nn.Linear(FEATURES, 1))
+    session.optimizer(torch.optim.SGD, lr=0.0)
+    data = session.loader(Numbers(), global_batch=8, micro_batch=2)
+
+    def found(*bad: int, **cut: int) -> int:
+        batch = [(x * math.nan if i in bad else x, y) for i, (x, y) in enumerate(next(data))]
+        if cut:  # by the script, so that nobody knows which samples are where
+            batch = [tuple(torch.cat(side) for side in zip(*batch, strict=True))]
+        return alone(*map(float, session.train_step(batch, nn.functional.mse_loss).bad))
+
+    assert [found(), found(0), found(2), found(1, 3), found(0, cut=1)] == [-1, 0, 2, -1, -1]
+
+
+def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() -> None:
+    def totals(*losses: float) -> torch.Tensor:
+        return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
+
+    def found(*of_ranks: torch.Tensor, same: bool = False) -> int:
+        sums = [moments(t, powers(0 if same else 2 * r, 2, t.device)) for r, t in enumerate(of_ranks)]
+        return alone(*torch.stack(sums).sum(0).tolist())
+
+    good, bad, other = totals(1.0, 2.0), totals(1.0, math.inf), totals(math.nan, 1.0)
+    assert [found(good, good), found(good, bad), found(good, other), found(bad, bad)] == [-1, 3, 2, -1]
+    assert found(bad, bad, same=True) == 1
 
 
 def test_the_ways_to_clip_of_a_script(session: ct.Session) -> None:

@@ -62,6 +62,17 @@ def test_what_one_row_tells(told: Told, row: dict[str, Any], code: str) -> None:
         assert "layers.1.relu" in event["text"] and event["value"] == 0.9
 
 
+@pytest.mark.parametrize("row", [{"loss": math.nan, "skipped": 1}, {"spike": 1, "loss": 90.0}])
+def test_the_samples_of_the_row_are_in_the_warning(told: Told, row: dict[str, Any]) -> None:
+    told.see(bad_samples="the global batch, epoch 0: sample 3", **row)
+    assert told.events[0]["text"].endswith("; the global batch, epoch 0: sample 3")
+
+
+def test_an_overflow_that_the_loss_scale_takes_care_of_is_no_trouble(told: Told) -> None:
+    """Its gradient norm is not finite, and the step is skipped."""
+    assert told.see(99, grad_norm=math.inf, skipped=1, overflow=1) == []
+
+
 def test_a_scripts_own_rows_tell_of_what_is_not_finite_too(told: Told) -> None:
     told.warnings.see({"step": 1, "loss": math.inf})
     told.warnings.see({"step": 2, "accuracy": 0.5})

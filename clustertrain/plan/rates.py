@@ -1,0 +1,87 @@
+"""The learning rate as a function of the step, for the plan that shows it and the trainer that sets it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
+
+DEFAULT_MILESTONES = (1 / 3, 2 / 3)  # of the steps
+
+
+def milestones(spec: ScheduleSpec, total: int) -> tuple[int, ...]:
+    """Of ``step``."""
+    return spec.milestones or tuple(round(share * total) for share in DEFAULT_MILESTONES)
+
+
+def top_step(spec: ScheduleSpec, total: int) -> int:
+    """Of ``one-cycle``: the step with the peak."""
+    return max(1, round(spec.rise * total))
+
+
+def rate(spec: ScheduleSpec, step: int, total: int, *, peak: float, plateau: float = 1.0) -> float:
+    """Of optimizer step number ``step``, 1 to ``total``.
+
+    Args:
+        plateau: what ``plateau`` has come down to so far, as a fraction of the peak.
+    """
+    if spec.kind == "one-cycle":
+        return peak * _one_cycle(spec, step, total)
+    warmup = spec.warmup(total)
+    if step < warmup:
+        return peak * step / warmup
+    if spec.kind == "plateau":
+        return peak * max(plateau, spec.floor)
+    return peak * _AFTER_WARMUP[spec.kind](spec, step, warmup, total)
+
+
+def _progress(step: int, first: int, last: int) -> float:
+    """From 0 at ``first`` to 1 at ``last``; where nothing lies between them the last step counts."""
+    return min(1.0, max(0.0, (step - first) / (last - first))) if last > first else float(step > last)
+
+
+def _half_cosine(progress: float) -> float:
+    """From 1 down to 0."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _cosine(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    """arXiv 1608.03983, equation 5, without restarts."""
+    return spec.floor + (1.0 - spec.floor) * _half_cosine(_progress(step, warmup, total))
+
+
+def _linear(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    return 1.0 - (1.0 - spec.floor) * _progress(step, warmup, total)
+
+
+def _steps(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    return spec.gamma ** sum(step > milestone for milestone in milestones(spec, total))
+
+
+def _wsd(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    """Warmup, stable, decay: arXiv 2404.06395, section 4."""
+    return 1.0 - (1.0 - spec.floor) * _progress(step, max(warmup, total - spec.cooldown(total)), total)
+
+
+def _constant(spec: ScheduleSpec, step: int, warmup: int, total: int) -> float:
+    return 1.0
+
+
+def _one_cycle(spec: ScheduleSpec, step: int, total: int) -> float:
+    """arXiv 1708.07120, with cosines as torch's OneCycleLR: from ``initial`` up to 1, then down to ``initial x
+    final``. The first step has the first rate and the last step the last."""
+    top = top_step(spec, total)
+    if step < top:
+        return 1.0 - (1.0 - spec.initial) * _half_cosine(_progress(step, 1, top))
+    last = spec.initial * spec.final
+    return last + (1.0 - last) * _half_cosine(_progress(step, top, total))
+
+
+_AFTER_WARMUP: Mapping[ScheduleKind, Callable[[ScheduleSpec, int, int, int], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "step": _steps,
+    "wsd": _wsd,
+    "constant": _constant,
+}

@@ -1,0 +1,50 @@
+"""Tables of which a terminal that is too narrow leaves out whole columns: what a reader copies is never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+BETWEEN = 2  # blanks
+
+
+class Column(msgspec.Struct, frozen=True):
+    title: str
+    cells: Sequence[str | Text]
+    right: bool = False
+
+    def width(self, *, wrapped: bool) -> int:
+        """``wrapped``: with the words of the title below each other."""
+        titles = self.title.split() if wrapped else [self.title]
+        return max(cell_len(str(text)) for text in (*titles, *self.cells, ""))
+
+
+def fitted(columns: Sequence[Column], width: int, dropped: Sequence[str] = ()) -> Table:
+    """As many of ``columns`` as fit, without the titles of ``dropped`` one after the other; the rest stays whole, and
+    where that is still too wide it is the terminal that breaks the lines."""
+    kept = list(columns)
+    for title in dropped:
+        if _width(kept, wrapped=True) <= width:
+            break
+        kept = [column for column in kept if column.title != title]
+    wrapped = _width(kept, wrapped=False) > width
+    table = Table(
+        box=None,
+        padding=(0, BETWEEN, 0, 0),
+        pad_edge=False,
+        header_style="bold",
+        width=_width(kept, wrapped=wrapped),
+    )
+    for column in kept:
+        table.add_column(column.title, justify="right" if column.right else "left", width=column.width(wrapped=wrapped))
+    for row in zip(*(column.cells for column in kept), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _width(columns: Sequence[Column], *, wrapped: bool) -> int:
+    return sum(column.width(wrapped=wrapped) + BETWEEN for column in columns) - BETWEEN

@@ -1,0 +1,75 @@
+"""Dotted keys, and the types and values that stand at them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from clustertrain.errors import ConfigError
+
+
+def struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    for candidate in (kind, *get_args(kind)):
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            return candidate
+    return None
+
+
+def tuple_of(kind: Any) -> Any:
+    """The tuple that ``kind`` is or may be; None where it is none."""
+    return next((candidate for candidate in (kind, *get_args(kind)) if get_origin(candidate) is tuple), None)
+
+
+def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Their types by name."""
+    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def parts_of(path: str) -> list[str]:
+    """``a."b.c".d`` as its three parts. Without quotes they need not be TOML's: ``layer*`` can stay as it is.
+
+    Raises:
+        ConfigError: a quote without its other half.
+    """
+    if '"' not in path and "'" not in path:
+        return path.split(".")
+    try:
+        table: Any = tomllib.loads(f"{path} = 0")
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not a key in TOML", fix='quote the part with dots in it, as table."a.b"') from e
+    parts = []
+    while isinstance(table, dict):
+        key, table = next(iter(table.items()))
+        parts.append(key)
+    return parts
+
+
+def places_of(path: str) -> list[str | int]:
+    """``a.b[0].c`` of msgspec as its parts. ``[...]``, which stands for any key, is left out."""
+    return [int(place) if place else key for place, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
+
+
+def type_at(kind: Any, parts: Sequence[str | int]) -> Any:
+    """None where there is none."""
+    for part in parts:
+        if isinstance(part, int):
+            of = get_args(tuple_of(kind))
+            kind = of[0 if of[1:] == (...,) else part] if of else None
+        else:
+            struct = struct_of(kind)
+            kind = fields_of(struct).get(part) if struct else None
+    return kind
+
+
+def value_at(value: Any, parts: Sequence[str | int]) -> Any:
+    """None where a part of the path is no table's."""
+    for part in parts:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

@@ -1,0 +1,153 @@
+"""What a plan says of the training itself: a line each, of what the trainer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain.plan.planner import plan
+from clustertrain.spec.cluster import ClusterProfile
+from clustertrain.spec.job import RunSpec, ScriptSpec
+from clustertrain.spec.recipe import ModelSpec, Recipe
+from clustertrain.spec.strict import build
+
+OWN_MODEL = {"entry": "mine:Net"}
+HELD_OUT = {"validation": 0.1}
+
+
+def told(script: str = "", **tables: Any) -> dict[str, str]:
+    tables = {"train": {"steps": 200}, **tables}
+    own = ScriptSpec(path=script, cwd="/") if script else None
+    return plan(RunSpec(recipe=build(tables, Recipe, "recipe"), script=own), ClusterProfile(), "cpu").training
+
+
+def test_a_plan_says_all_of_it_in_json_too() -> None:
+    made = plan(RunSpec(), ClusterProfile(), "cpu")
+    shown = msgspec.json.decode(msgspec.json.encode(made))["training"]
+    assert list(shown) == ["model", "objective", "optimizer", "schedule", "clipping", "evaluation"]
+    assert shown == made.training
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({}, "cosine over 200 steps: up to 0.001 in 4 steps, then down to 0.0001"),
+        ({"kind": "linear", "floor": 0.0}, "linear over 200 steps: up to 0.001 in 4 steps, then down to 0"),
+        ({"kind": "constant", "warmup_steps": 0}, "constant over 200 steps: 0.001 from the first step"),
+        ({"kind": "wsd"}, "wsd over 200 steps: up to 0.001 in 4 steps, constant, and down to 0.0001 in the last 40"),
+        (
+            {"kind": "step", "milestones": [50, 100]},
+            "step over 200 steps: up to 0.001 in 4 steps, times 0.1 after 50 and 100, 1e-05 at the end",
+        ),
+        ({"kind": "one-cycle"}, "one-cycle over 200 steps: from 4e-05 up to 0.001 at 60, down to 4e-09"),
+        (
+            {"kind": "plateau", "patience": 1},
+            "plateau over 200 steps: up to 0.001 in 4 steps, times 0.5 after more than 1 evaluation without a better "
+            "validation_loss, not below 0.0001",
+        ),
+    ],
+)
+def test_a_schedule_by_its_rates(schedule: dict[str, Any], words: str) -> None:
+    assert told(schedule=schedule, optim={"lr": 1e-3}, data=HELD_OUT)["schedule"] == words
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({}, "cross-entropy"),
+        (
+            {"objective": {"label_smoothing": 0.1, "ignore_index": -1}},
+            "cross-entropy, label smoothing 0.1, targets of -1 count nothing",
+        ),
+        ({"model": {"kind": "two-tower"}}, "nt-xent, each sample told from the others of its group of 8"),
+        ({"model": OWN_MODEL}, "the model's own loss where it has one, else cross-entropy"),
+        ({"model": OWN_MODEL, "objective": {"kind": "huber", "delta": 2.0}}, "huber, linear from 2 on"),
+        ({"model": OWN_MODEL, "objective": {"kind": "nt-xent"}}, "nt-xent at temperature 0.1, of a micro-batch"),
+        ({"model": OWN_MODEL, "objective": {"kind": "mse"}}, "mse"),
+    ],
+)
+def test_the_objective(tables: dict[str, Any], words: str) -> None:
+    assert told(**tables)["objective"] == words
+
+
+def test_the_model() -> None:
+    assert told(model={"kind": "convnet"})["model"].startswith("convnet, ")
+    assert told(model={"preset": "tiny"})["model"] == f"decoder, {ModelSpec().parameters():,} parameters"
+    assert told(model=OWN_MODEL)["model"] == "made by mine:Net"
+
+
+@pytest.mark.parametrize(
+    ("optim", "words"),
+    [
+        ({}, "global gradient norm at most 1"),
+        ({"clip_norm": 0.0}, "none"),
+        ({"clip": "value", "clip_value": 0.5}, "each element of the gradient between -0.5 and 0.5"),
+        (
+            {"clip": "adaptive"},
+            "global gradient norm at most the 0.95 quantile of the last ones, at first 1",
+        ),
+    ],
+)
+def test_clipping(optim: dict[str, Any], words: str) -> None:
+    assert told(optim=optim)["clipping"] == words
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({}, "none, as data.validation is not set; loss decides, lower is better"),
+        (
+            {"data": HELD_OUT, "evaluation": {"samples": 64, "patience": 3}},
+            "every 20 steps and at the end, on 10% of the data, kept apart (at most 64 samples): loss, accuracy, "
+            "perplexity, bits_per_token; validation_loss decides, lower is better; the run ends after 3 evaluations "
+            "without a better one",
+        ),
+        (
+            {
+                "model": {"kind": "convnet"},
+                "data": {"validation_path": "other.npz"},
+                "evaluation": {"every": 200},
+                "contract": {"metric": "validation_accuracy", "slices": ["a", "b"]},
+            },
+            "at the end, on other.npz: loss, accuracy; validation_accuracy decides, higher is better; slices a, b are "
+            "told apart",
+        ),
+        (
+            {"model": OWN_MODEL, "data": HELD_OUT},
+            "every 20 steps and at the end, on 10% of the data, kept apart: loss; validation_loss decides, lower is "
+            "better",
+        ),
+    ],
+)
+def test_when_and_by_what_it_is_evaluated(tables: dict[str, Any], words: str) -> None:
+    assert told(**tables)["evaluation"] == words
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"model": OWN_MODEL}, "adamw: betas 0.9 and 0.95; weight decay 0.1"),
+        ({"model": {"kind": "convnet"}}, "adamw: betas 0.9 and 0.999; weight decay 0.1"),
+        (
+            {"model": OWN_MODEL, "optim": {"name": "sgd", "nesterov": True, "freeze": ["a"]}},
+            "sgd: momentum 0.9, nesterov; weight decay 0.1 but for norms, biases and embeddings; frozen: a",
+        ),
+        ({"optim": {"name": "adafactor"}}, "adafactor; "),
+        ({"optim": {"name": "muon"}}, "muon: momentum 0.95, betas 0.9 and 0.95; "),
+    ],
+)
+def test_the_optimizer_also_where_its_state_is_not_known(tables: dict[str, Any], words: str) -> None:
+    assert told(**tables)["optimizer"].startswith(words)
+
+
+def test_of_packed_documents_where_their_padding_is_told() -> None:
+    packed = told(data={"kind": "tokens", "path": "/shards", "pack": True, "seq_len": 512})
+    assert "samples of 512 tokens" in packed["data"] and "clustertrain diagnose data" in packed["data"]
+    assert "data" not in told()
+
+
+def test_of_a_script_that_it_has_its_own() -> None:
+    (line,) = told(script="/home/me/train.py").values()
+    assert line.startswith("train.py has its own model, data, batch, objective, optimizer, schedule")

@@ -1,0 +1,46 @@
+"""Tables that leave columns out where a terminal is too narrow."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from clustertrain.report import terminal
+from clustertrain.report.tables import Column, fitted
+
+COLUMNS = [
+    Column("run", ["a-run-of-some-length-abcdef", "b-bbbbbb"]),
+    Column("at step", ["12", "3"], right=True),
+    Column("state", [Text("completed"), Text("lost")]),
+    Column("started", ["01-15 08:00:00"] * 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("width", "titles", "wrapped"),
+    [
+        (63, ["run", "at step", "state", "started"], False),
+        (62, ["run", "at step", "state", "started"], True),
+        (60, ["run", "at step", "state", "started"], True),
+        (59, ["run", "at step", "state"], False),
+        (44, ["run", "at step", "state"], True),
+        (43, ["run", "at step"], False),
+        (20, ["run", "at step"], True),
+    ],
+)
+def test_titles_are_wrapped_then_columns_go_and_nothing_is_cut(width: int, titles: list[str], wrapped: bool) -> None:
+    table = fitted(COLUMNS, width, dropped=("started", "state"))
+    assert [column.header for column in table.columns] == titles
+    out = io.StringIO()
+    terminal.emit(Console(file=out, width=width), table)
+    *head, first, second = out.getvalue().splitlines()
+    assert len(head) == 1 + wrapped
+    shown = [str(column.cells[0]) for column in COLUMNS if column.title in titles]
+    assert first.split(maxsplit=len(titles) - 1) == shown and second.startswith("b-bbbbbb ")
+
+
+def test_of_no_rows() -> None:
+    assert fitted([Column("run", []), Column("at step", [])], 80).row_count == 0

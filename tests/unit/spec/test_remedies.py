@@ -1,0 +1,90 @@
+"""What is said to do about a value of the wrong type, and about lines that are not TOML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch.request import _RecipeFile
+from clustertrain.spec.strict import build, parse_toml, set_dotted, value_of
+
+
+def fix_of(text: str) -> str | None:
+    with pytest.raises(ConfigError) as caught:
+        build(parse_toml(text, "recipe.toml"), _RecipeFile, "recipe.toml")
+    return caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ('optim.lr = "1e-3"', "write optim.lr = 1e-3, without the quotes"),
+        ('train.steps = "1e-3"', 'change train.steps = "1e-3"'),
+        ("train.steps = 1e4", "write train.steps = 10000"),
+        ("schedule.warmup_steps = 0.05", "write a whole number: it is a count, not a share"),
+        ("schedule.milestones = [0.5, 0.75]", "write a whole number: it is a count, not a share"),
+        ("train.steps = 10.5", "write a whole number"),
+        ("job.time = 30", 'write job.time = "30", with the quotes'),
+        ('data.pack = "yes"', "write data.pack = true"),
+        ("optim.betas = 0.9", "write optim.betas = [0.9, …], a list of 2"),
+        ("optim.betas = [0.9]", "write optim.betas = [0.9, …], a list of 2"),
+        ("rehearsal.preempt_at_steps = 3", "write rehearsal.preempt_at_steps = [3]"),
+        ("[optim.unfreeze]\nstep = 1", "write [[optim.unfreeze]] with two brackets: there may be several"),
+        ('[[optim.unfreeze]]\nstep = 1\nmodules = "stem"', 'write modules = ["stem"]'),
+        ("optim.lr = 0", "change optim.lr, or leave it out for the default, 0.0003"),
+        ("train.steps = 0", "change train.steps, or leave it out for the default, 200"),
+        ("model.dropout = 2", "change model.dropout"),
+        ("schedule.warmup_steps = 500", "make schedule.warmup_steps less, or train.steps more"),
+    ],
+)
+def test_what_to_write_instead(text: str, fix: str) -> None:
+    assert fix_of(text) == fix
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("name = adamw", 'strings need quotes: "adamw"'),
+        ("path = /data/a b  # here", 'strings need quotes: "/data/a b"'),
+        ("pack = yes # packed", "write true"),
+        ("pack = False", "write false"),
+        ("betas = None", "leave the key out: TOML has no word for none"),
+        ("steps = 1,000", None),
+    ],
+)
+def test_a_line_that_is_not_toml_is_shown(line: str, fix: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_toml(f"[table]\n{line}\n", "recipe.toml")
+    assert caught.value.message.startswith("recipe.toml: not valid TOML: ")
+    assert caught.value.message.endswith(f"): {line}") and caught.value.fix == fix
+
+
+def test_what_has_no_line_is_told_as_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"at end of document\)$"):
+        parse_toml("[table", "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ('optim.lr_scale."layers.0"', {"optim": {"lr_scale": {"layers.0": 0.1}}}),
+        ("optim.'lr_scale'.'a.*'", {"optim": {"lr_scale": {"a.*": 0.1}}}),
+        ("optim.lr_scale.head*", {"optim": {"lr_scale": {"head*": 0.1}}}),
+    ],
+)
+def test_a_part_of_a_key_may_be_quoted(path: str, document: dict[str, Any]) -> None:
+    made: dict[str, Any] = {}
+    set_dotted(made, path, value_of("0.1"))
+    assert made == document
+
+
+def test_a_quote_without_its_other_half_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a key in TOML"):
+        set_dotted({}, 'optim.lr_scale."layers.0', 0.1)
+
+
+def test_a_name_with_dots_is_to_be_quoted() -> None:
+    fix = """quote the name: optim.lr_scale."blocks.0.a" = 0.1, in a shell --set 'optim.lr_scale."blocks.0.a"=0.1'"""
+    assert fix_of("optim.lr_scale.blocks.0.a = 0.1") == fix

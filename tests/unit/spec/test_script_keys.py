@@ -1,0 +1,73 @@
+"""Which keys of a recipe a script goes by, and a model of one's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import clustertrain.train
+from clustertrain.spec.in_use import in_use
+from clustertrain.spec.job import RunSpec, ScriptSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.script_keys import OF_TRAINER, of_trainer
+from clustertrain.spec.strict import build
+
+SCRIPT = ScriptSpec(path="train.py", cwd="/")
+# What reads the recipe where a script runs; all else in train/ that does is for the built-in trainer.
+OF_SESSION = ("context.py", "keeping.py", "keeping_asked.py", "opened.py", "recorder.py", "session.py", "spending.py")
+
+
+def keys(table: dict[str, Any], above: str = "") -> list[str]:
+    return [
+        key
+        for name, value in table.items()
+        for key in (keys(value, f"{above}{name}.") if isinstance(value, dict) and value else [f"{above}{name}"])
+    ]
+
+
+def used(script: ScriptSpec | None = None, **tables: Any) -> set[str]:
+    spec = RunSpec(recipe=build(tables, Recipe, "recipe"), script=script)
+    return {key for key in keys(msgspec.to_builtins(spec.recipe)) if in_use(spec, key)}
+
+
+def test_what_a_session_reads_is_not_the_trainers() -> None:
+    folder = Path(str(clustertrain.train.__file__)).parent
+    found = set()
+    for name in OF_SESSION:
+        text = (folder / name).read_text()
+        found |= set(re.findall(r"\brecipe\.([a-z_]+(?:\.[a-z_]+)?)", text))
+        if name.startswith("keeping"):
+            found |= {f"checkpoint.{key}" for key in re.findall(r"\basked\.([a-z_]+)", text)}
+    # Of the table itself, handed on as a whole, every key is read but those of the trainer.
+    assert {"parallel", "stability", "train.seed", "train.deterministic", "train.log_every"} <= found
+    assert {"checkpoint.keep", "checkpoint.best", "contract.metric", "contract.resume"} <= found
+    assert [key for key in sorted(found) if of_trainer(key)] == []
+
+
+def test_what_is_the_trainers_is_in_a_recipe() -> None:
+    known = keys(msgspec.to_builtins(Recipe()))
+    assert [name for name in OF_TRAINER if not any(f"{key}.".startswith(f"{name}.") for key in known)] == []
+
+
+def test_a_script_goes_by_what_its_session_reads() -> None:
+    found = used(SCRIPT)
+    assert {"train.seed", "train.precision", "checkpoint.keep", "contract.metric", "parallel.split"} <= found
+    assert not {"optim.lr", "train.steps", "checkpoint.every", "model.dim", "evaluation.every"} & found
+
+
+def test_a_model_of_ones_own_goes_by_its_arguments() -> None:
+    found = used(model={"entry": "mine:Net", "args": {"dim": 3}})
+    assert {"model.entry", "model.args.dim", "optim.lr"} <= found
+    assert not {"model.dim", "model.kind", "model.convnet.width", "model.two_tower.group"} & found
+    assert {"model.dim", "model.kind"} <= used()
+
+
+def test_a_recipe_goes_by_the_keys_of_its_kinds() -> None:
+    found = used(schedule={"kind": "step"}, optim={"name": "sgd"}, data={"validation": 0.1})
+    assert {"schedule.gamma", "schedule.warmup_steps", "optim.momentum", "evaluation.every"} <= found
+    assert (
+        not {"schedule.floor", "optim.betas", "model.convnet.width", "data.image_size", "contract.when_spent"} & found
+    )

@@ -1,0 +1,84 @@
+"""What is said of a key or a word that no recipe has, by whatever name other trainers have made it familiar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.launch.request import _RecipeFile
+from clustertrain.spec import elsewhere
+from clustertrain.spec.strict import build, known_keys, set_dotted, text_of
+
+
+def said(key: str, value: Any = 1) -> str:
+    document: dict[str, Any] = {}
+    set_dotted(document, key, value)
+    with pytest.raises(ConfigError) as caught:
+        build(document, _RecipeFile, "recipe.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("evaluation.early_stopping", "evaluation.patience"),
+        ("optim.learning_rate", "optim.lr"),
+        ("optim.max_grad_norm", "optim.clip_norm"),
+        ("optimizer", "optim"),
+        ("train.lr", "optim.lr"),
+        ("train.betas", "optim.betas"),
+        ("train.max_steps", "train.steps"),
+        ("train.stpes", "train.steps"),
+        ("lr", "optim.lr"),
+        ("model.num_hidden_layers", "model.layers"),
+        ("model.seq_len", "model.max_seq_len or data.seq_len"),
+        ("optim.patience", "schedule.patience or evaluation.patience"),
+        ("schedule.steps", "train.steps"),
+        ("parallel.tensor_parallel_degree", "job.tp"),
+    ],
+)
+def test_the_key_that_was_meant_is_named_whichever_table_it_is_in(key: str, meant: str) -> None:
+    assert said(key) == f"recipe.toml: unknown key {key!r}\n  fix: did you mean {meant}?"
+
+
+def test_another_unit_than_that_of_the_others_is_told() -> None:
+    assert said("schedule.eta_min").endswith("did you mean schedule.floor? It is a fraction of optim.lr.")
+
+
+def test_a_key_that_is_near_nothing_is_answered_with_its_table() -> None:
+    assert said("train.foo").endswith(
+        "fix: known: deterministic, global_batch, log_every, micro_batch, precision, profile, seed, steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "meant"),
+    [
+        ("objective.kind", "bce", "binary-cross-entropy"),
+        ("objective.kind", "clip", "nt-xent"),
+        ("model.kind", "clip", "two-tower"),
+        ("schedule.kind", "OneCycleLR", "one-cycle"),
+        ("train.precision", "bfloat16", "bf16"),
+        ("optim.name", "AdamW", "adamw"),
+        ("job.layout", "zero3", "fsdp"),
+    ],
+)
+def test_the_word_that_was_meant_comes_first(key: str, word: str, meant: str) -> None:
+    assert f"fix: use one of {meant}, " in said(key, word)
+
+
+def test_what_others_say_leads_to_what_there_is() -> None:
+    keys = known_keys(_RecipeFile)
+    assert {meant for several in elsewhere.KEYS.values() for meant in several} <= set(keys)
+    assert not elsewhere.KEYS.keys() & {name for name in keys if "." not in name}
+
+
+def test_values_are_shown_as_a_recipe_has_them() -> None:
+    assert said("optim.lr", "x").endswith('optim.lr: expected `float`, got `str`\n  fix: change optim.lr = "x"')
+    assert text_of({"a": (1, 2.5, "x"), "b": True}) == '{ a = [1, 2.5, "x"], b = true }'
+
+
+def test_what_several_tables_say_is_of_the_recipe_as_a_whole() -> None:
+    assert said("schedule.warmup_steps", 200).startswith("recipe.toml: schedule.warmup_steps = 200 is not less")

@@ -1,0 +1,93 @@
+"""What optimizer, schedule, objective and clipping read of a recipe, against what submit takes for it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import torch
+
+from clustertrain.spec.in_use import why_not
+from clustertrain.spec.objective import ObjectiveKind, ObjectiveSpec
+from clustertrain.spec.optim import Clip, OptimizerName, OptimSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
+from clustertrain.train import losses
+from clustertrain.train.optimizers import catalogue
+from clustertrain.train.schedule import LearningRate
+from clustertrain.train.stability import clipping
+from clustertrain.train.stability.ring import Ring
+
+CPU = torch.device("cpu")
+
+
+def read(table: str, recipe: Recipe, keys: Any) -> set[str]:
+    return {key for key in keys if why_not(recipe, f"{table}.{key}") is None}
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_options_of_an_optimizer(name: OptimizerName) -> None:
+    others = {"betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.4, "nesterov": True}
+    spec = OptimSpec(name=name)
+
+    def options(spec: OptimSpec) -> Any:
+        return catalogue.options(spec, text=True, device=CPU)
+
+    used = {k for k, v in others.items() if options(msgspec.structs.replace(spec, **{k: v})) != options(spec)}
+    assert read("optim", Recipe(optim=spec), others) == used
+
+
+OF_SCHEDULE: dict[str, Any] = {
+    "warmup_steps": 7, "floor": 0.3, "milestones": (20,), "gamma": 0.7, "cooldown_steps": 31, "rise": 0.6,
+    "initial": 0.3, "final": 0.5, "factor": 0.9, "patience": 1, "threshold": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", get_args(ScheduleKind))
+def test_keys_of_a_schedule(kind: ScheduleKind) -> None:
+    assert OF_SCHEDULE.keys() == set(ScheduleSpec.__struct_fields__) - {"kind"}
+    spec = ScheduleSpec(kind=kind)
+
+    def rates(spec: ScheduleSpec) -> list[float]:
+        rate, found = LearningRate(spec, peak=1.0, total=100), []
+        for step in range(1, 101):
+            found.append(rate.at(step))
+            rate.observe(1.0 - 0.001 * step if step < 50 else 2.0)  # better, but by less than the other threshold
+        return found
+
+    used = {k for k, v in OF_SCHEDULE.items() if rates(msgspec.structs.replace(spec, **{k: v})) != rates(spec)}
+    validated = {"data": {"validation": 0.1}, "evaluation": {"every": 5}}
+    recipe = msgspec.convert({**validated, "schedule": {"kind": kind}}, Recipe)
+    assert read("schedule", recipe, OF_SCHEDULE) == used
+
+
+@pytest.mark.parametrize("kind", [k for k in get_args(ObjectiveKind) if k != "auto"])
+def test_keys_of_an_objective(kind: ObjectiveKind) -> None:
+    names = {key: key for key in ("ignore_index", "delta", "temperature")} | {"label_smoothing": "smoothing"}
+    assert names.keys() == set(ObjectiveSpec.__struct_fields__) - {"kind"}
+    recipe = msgspec.convert({"model": {"entry": "a:b"}, "objective": {"kind": kind}}, Recipe)
+    taken = getattr(losses.objective(recipe), "keywords", {})
+    assert read("objective", recipe, names) == {key for key, argument in names.items() if argument in taken}
+
+
+@pytest.mark.parametrize("way", get_args(Clip))
+def test_keys_of_clipping(way: Clip) -> None:
+    others = {"clip_norm": 0.5, "clip_value": 0.01, "clip_quantile": 0.6}
+
+    def clipped(**more: float) -> list[float]:
+        found = []
+        for count in (0, 100):
+            norms = Ring(100, CPU)
+            for i in range(count):
+                norms.push(torch.tensor(2.0 + 0.1 * i))
+            weight = torch.nn.Parameter(torch.zeros(1))
+            weight.grad = torch.tensor([20.0])
+            norm, asked = weight.grad.norm(), clipping.Clipping.of(OptimSpec(clip=way, **more))
+            limit = clipping.limit(asked, norms, CPU)
+            clipping.apply(asked, [weight], torch.ones(()), norm, limit)
+            found.append(float(weight.grad))
+        return found
+
+    used = {key for key, value in others.items() if clipped(**{key: value}) != clipped()}
+    assert read("optim", Recipe(optim=OptimSpec(clip=way)), others) == used

@@ -1,0 +1,131 @@
+"""The row of a step: what is in each, and the samples of one that was not to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clustertrain import fsio
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.recipe import Recipe, TrainSpec
+from clustertrain.spec.stability import StabilitySpec
+from clustertrain.train.data import Loader
+from clustertrain.train.marks import Marks
+from clustertrain.train.recorder import Recorder
+from clustertrain.train.stability.guard import Guard
+from clustertrain.train.stability.warnings import Warnings
+from clustertrain.train.stability.watch import Watch
+from clustertrain.train.step import Stepped
+from tests.unit.train.alone import ALONE
+
+MODEL = nn.Linear(2, 2)
+
+
+class Files:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(i)]), i
+
+    def where(self, i: int) -> str:
+        return f"{i}.png"
+
+
+def stepped(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> Stepped:
+    finite = math.isfinite(loss)
+    given = {
+        "loss": loss, "grad_norm": 2.0, "skipped": not finite, "clipped": True, "clip_fraction": 0.5, "finite": finite,
+        "spike": False, **more,
+    }  # fmt: skip
+    bad = [1, micro_batch, micro_batch**2] if micro_batch >= 0 else [0, 0, 0]
+    overflow = given.pop("overflow", False)
+    tensors: dict[str, Any] = {name: torch.tensor(value) for name, value in given.items()}
+    return Stepped(**tensors, bad=(*map(torch.tensor, bad),), overflow=overflow)  # type: ignore[arg-type]
+
+
+class Recorded:
+    """Steps of data-parallel rank 0 of two with one loader."""
+
+    def __init__(self, folder: Path) -> None:
+        run = RunDir(folder)
+        run.attempt(1).path.mkdir(parents=True)
+        spec = RunSpec(recipe=Recipe(train=TrainSpec(log_every=2)))
+        context = dataclasses.replace(ALONE, run=run, attempt=run.attempt(1), spec=spec)
+        self.events: list[dict[str, Any]] = []
+        warnings = Warnings(StabilitySpec(), lambda name, **fields: self.events.append(fields))
+        given: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "workers": 0, "seed": 1, "rank": 0, "ranks": 2}
+        self.data = Loader(Files(), device=ALONE.device, **given)
+        self.recorder = Recorder(context, Marks(None, 0, 2, lambda: 0.0), [self.data], warnings)
+        self.recorder.watch = Watch(MODEL, Guard(StabilitySpec(), ALONE.device), context)
+        self.recorder.watch.begin({"data": self.data})
+        self.optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.25)
+        self._path = run.metrics_of(1)
+
+    def rows(self, *steps: Stepped, tokens: int = 64) -> list[dict[str, Any]]:
+        for step, done in enumerate(steps):
+            self.recorder.begin(step)
+            next(self.data)
+            self.recorder.stepped(done, self.optimizer)
+            self.recorder.end(step + 1, tokens)
+        self.recorder.metrics.close()
+        return list(fsio.read_lines(self._path))
+
+
+def test_each_row_has_the_signals_of_its_step(tmp_path: Path) -> None:
+    first, second = Recorded(tmp_path / "run").rows(stepped(1.0), stepped(3.0))
+    assert {k: first[k] for k in ("loss", "lr", "grad_norm", "clipped", "clip_fraction", "skipped", "spike")} == {
+        "loss": 1.0, "lr": 0.25, "grad_norm": 2.0, "clipped": 1, "clip_fraction": 0.5, "skipped": 0, "spike": 0,
+    }  # fmt: skip
+    assert first["tokens_per_s"] == pytest.approx(64 / first["step_s"])
+    assert 0 < first["data_wait_s"] <= first["step_s"]
+    assert "rss_gib" not in first and second["rss_gib"] > 0  # every log_every steps
+    assert not any(name.startswith("_") or name == "bad_samples" for name in first)
+    (images, _) = Recorded(tmp_path / "images").rows(stepped(), stepped(), tokens=0)
+    assert images["samples_per_s"] == pytest.approx(8 / images["step_s"])
+
+
+def test_a_step_that_was_not_to_be_names_its_samples(tmp_path: Path) -> None:
+    it = Recorded(tmp_path / "run")
+    rows = it.rows(
+        stepped(),
+        stepped(math.nan, 3),
+        stepped(math.inf),
+        stepped(9.0, spike=True),
+        stepped(2.0, skipped=True, overflow=True),
+    )
+    named = [row.get("bad_samples", "") for row in rows]
+    assert named[0] == named[4] == ""
+    assert named[1].startswith("micro-batch 1 of data-parallel rank 1, epoch 0: sample ") and ".png" in named[1]
+    for i in (2, 3):
+        assert named[i] == it.data.named(8 * i) and named[i].startswith("the global batch, epoch 0: sample ")
+    assert [e["code"] for e in it.events] == ["non_finite", "loss_spike"]
+    assert named[1] in it.events[0]["text"] and named[3] in it.events[1]["text"]
+
+
+def test_without_a_loader_in_the_state_nobody_knows_them(tmp_path: Path) -> None:
+    it = Recorded(tmp_path / "run")
+    assert it.recorder.watch is not None
+    it.recorder.watch.begin({})
+    (row,) = it.rows(stepped(math.nan, 0))
+    assert "bad_samples" not in row and [e["code"] for e in it.events] == ["non_finite"]
+
+
+def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) -> None:
+    recorder = (it := Recorded(tmp_path / "run")).recorder
+    recorder.begin(0)
+    recorder.stepped(stepped(), it.optimizer)
+    recorder.log({"validation_loss": 0.5})
+    recorder.end(1, 64)
+    recorder.metrics.drain(wait=True)
+    assert recorder.has_logged("validation_loss") and recorder.metrics.newest["validation_loss"] == 0.5
+    recorder.went_back()
+    assert not recorder.has_logged("validation_loss") and recorder.metrics.newest == {}
+    recorder.metrics.close()

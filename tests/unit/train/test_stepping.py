@@ -1,0 +1,218 @@
+"""The loop of steps on one process: a stop, a way back and an evaluation that meet at one step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import clustertrain as ct
+from clustertrain import fsio, settings
+from clustertrain.checkpoint import rollback
+from clustertrain.launch.submit import spec_text
+from clustertrain.plan.layout import Layout
+from clustertrain.run import attempts, metrics
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import JobSpec, RunSpec
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train import result
+from clustertrain.train.evaluation.judge import Judge
+from clustertrain.train.evaluation.periodic import Evaluations
+from clustertrain.train.spending import Spending
+from clustertrain.train.time_left import TimeLeft
+
+BATCH, TOTAL = 4, 8
+BAD = (4 * BATCH,)  # where the samples of step 5 begin
+
+
+class Points:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([math.sin(i), math.cos(i)]), torch.tensor([float(i % 3)])
+
+
+def of_nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) * math.nan
+
+
+@dataclass
+class Attempt:
+    """One start of a run: what the script does, and what is there of it afterwards."""
+
+    run: RunDir
+    n: int = 1
+    every: int | None = 2  # steps between checkpoints
+    bad: Sequence[int] = ()  # where global batches begin whose loss is no number
+    stop_in: int = 0  # the step, counted from 1, in which the ranks are told to stop
+    stop_in_evaluation: int = 0  # after that step
+    values: Sequence[float] = ()  # that the evaluations find, one after the other
+    patience: int = 0
+    evaluated: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @property
+    def rank_dir(self) -> Path:
+        return self.run.path / f"rank-{self.n}"
+
+    def train(self) -> None:
+        with contextlib.suppress(SystemExit), ct.session() as session:
+            model = session.parallelize(nn.Linear(2, 1))
+            state = {"model": model, "optimizer": session.optimizer(torch.optim.SGD, lr=0.1)}
+            data = state["data"] = session.loader(Points(), global_batch=BATCH)
+            left = list(self.values)
+
+            def measure() -> dict[str, float]:
+                self.evaluated.append(session.step)
+                if session.step == self.stop_in_evaluation:
+                    (self.rank_dir / "stop").touch()
+                return {} if session.poll() else {"validation_loss": left.pop(0)}
+
+            judge = Judge(patience=self.patience)
+            evaluations = Evaluations(measure, every=2, judge=judge) if left or self.stop_in_evaluation else None
+            for step in session.steps(TOTAL, state, self.every, 10, evaluations):
+                begins = data.after(data.position) - BATCH
+                session.train_step(next(data), of_nothing if begins in self.bad else F.mse_loss)
+                self.done.append(step + 1)
+                if step + 1 == self.stop_in:
+                    (self.rank_dir / "stop").touch()
+                self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = fsio.read_json(self.rank_dir / "rank-0.json")
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in fsio.read_lines(self.run.attempt(self.n).events_of("rank-0")) if e["event"] == name]
+
+
+Begin = Callable[..., Attempt]
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Run an attempt to its end."""
+    threads, generator = torch.get_num_threads(), torch.get_rng_state()
+
+    def begin(run: RunDir, n: int = 1, **options: Any) -> Attempt:
+        made = Attempt(run, n, **options)
+        made.rank_dir.mkdir()
+        run.attempt(n).path.mkdir()
+        monkeypatch.setenv(settings.RUN_DIR, str(run.path))
+        monkeypatch.setenv(settings.ATTEMPT, str(n))
+        monkeypatch.setenv(settings.RANK_DIR, str(made.rank_dir))
+        monkeypatch.setenv(settings.DEVICE, "cpu")
+        result.current.cache_clear()
+        made.train()
+        return made
+
+    yield begin
+    result.current.cache_clear()
+    torch.set_num_threads(threads)
+    torch.set_rng_state(generator)
+
+
+def run_of(folder: Path, **stability: Any) -> RunDir:
+    run = RunDir(folder)
+    (run.path / "attempts").mkdir(parents=True)
+    tables = {
+        "checkpoint": {"background": False},
+        "stability": {"max_skipped": 1, "then": "roll-back", **stability},
+    }
+    recipe = build(tables, Recipe, "test")
+    run.spec.write_text(spec_text(RunSpec(job=JobSpec(name="points", backend="local"), recipe=recipe)))
+    fsio.write_json(run.plan, {"layout": msgspec.to_builtins(Layout())})
+    return run
+
+
+def test_a_stop_at_the_step_of_a_way_back_saves_and_restores_nothing(tmp_path: Path, attempt: Begin) -> None:
+    undisturbed = attempt(run_of(tmp_path / "whole", roll_back_margin=1), bad=BAD)
+    run = run_of(tmp_path / "run", roll_back_margin=1)
+    first = attempt(run, bad=BAD, stop_in=5)
+    assert (first.result["ending"], first.result["step"], first.result["committed_step"]) == ("stopped", 5, 2)
+    assert [e["save"] for e in first.events("stop_agreed")] == [False]
+    assert [(e["step"], e["to_step"]) for e in first.events("rolled_back")] == [(5, 2)]
+    assert run.committed_steps() == [2, 4]
+    second = attempt(run, 2, bad=BAD)
+    # The checkpoint of step 4 was made of samples within the margin.
+    assert [e["step"] for e in second.events("restored")] == [2] and not second.events("rolled_back")
+    assert second.done == [3, 4, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
+    assert [(a.committed_step, a.roll_backs) for a in attempts.read_all(run)] == [(2, 1), (8, 0)]
+
+
+def test_where_there_is_no_time_for_that_the_next_attempt_finds_out_by_itself(
+    tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = attempt(run_of(tmp_path / "whole"), bad=BAD)
+    run = run_of(tmp_path / "run")
+    with monkeypatch.context() as late:
+        late.setattr(TimeLeft, "is_late", lambda self, agreement, saves: True)
+        first = attempt(run, bad=BAD, stop_in=5)
+    assert first.result["ending"] == "stopped" and not first.events("rolled_back")
+    assert not rollback.read(run.checkpoints)
+    second = attempt(run, 2, bad=BAD)
+    assert second.done == [5, 5, 6, 7, 8] and torch.equal(second.weights, undisturbed.weights)
+
+
+def test_a_run_that_must_not_go_back_again_is_not_requeued_for_it(tmp_path: Path, attempt: Begin) -> None:
+    with pytest.raises(Exception, match="max_roll_backs = 0"):
+        attempt(run_of(tmp_path / "run", max_roll_backs=0), bad=BAD, stop_in=5)
+
+
+def test_a_budget_that_is_spent_at_the_step_of_a_way_back(
+    tmp_path: Path, attempt: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(Spending, "over", lambda self: looked.append(1) or len(looked) > 5)
+    monkeypatch.setattr(Spending, "why", lambda self: "the budget is spent")
+    run = run_of(tmp_path / "run")
+    ended = attempt(run, bad=BAD)
+    found = {key: ended.result[key] for key in ("ending", "step", "spent", "why")}
+    assert found == {"ending": "stopped", "step": 5, "spent": True, "why": "the budget is spent"}
+    assert run.committed_steps() == [2, 4] and len(rollback.read(run.checkpoints)) == 1
+
+
+def test_an_early_stop_at_the_step_of_a_way_back_is_none(tmp_path: Path, attempt: Begin) -> None:
+    bad = (5 * BATCH,)
+    ended = attempt(run_of(tmp_path / "run"), bad=bad, values=(1.0, 0.5, 9.0, 0.4, 0.3), patience=1)
+    assert ended.evaluated == [2, 4, 6, 6, 8] and ended.done == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert (ended.result["ending"], ended.result["why"]) == ("completed", None)
+    assert not ended.events("early_stop")
+
+
+def test_an_evaluation_that_a_stop_has_cut_short_is_made_up_for_after_a_way_back_too(
+    tmp_path: Path, attempt: Begin
+) -> None:
+    run = run_of(tmp_path / "run", grad_norm_limit=1e-9)
+    first = attempt(run, every=None, values=(1.0,), stop_in_evaluation=4)
+    assert first.evaluated == [2, 4] and first.result["committed_step"] == 4
+    assert metrics.is_cut_short(metrics.read(run)[-1])
+    # No better than the one before, so that there is no checkpoint that knows of it.
+    second = attempt(run, 2, every=None, values=(2.0, 2.0, 3.0), patience=2, bad=BAD)
+    assert second.done == [5, 5, 6] and second.evaluated == [4, 4, 6]
+    assert second.result["why"].startswith("early stop: validation_loss has not been better for 2 evaluations")
+    rows = metrics.read(run)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and not any(map(metrics.is_cut_short, rows))
+    assert {r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r} == {2: 1.0, 4: 2.0, 6: 3.0}
+    assert rows[3]["loss"] == first_loss(run, 4)
+    # Of step 4 the attempt that has done it has warned.
+    told = [(e["code"], e["step"]) for e in second.events("training_warning")]
+    assert [step for code, step in told if code == "grad_norm_high"] == [5]
+
+
+def first_loss(run: RunDir, step: int) -> float:
+    (found,) = [r["loss"] for r in fsio.read_lines(run.metrics_of(1)) if r["step"] == step]
+    return float(found)
