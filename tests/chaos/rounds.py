@@ -157,14 +157,15 @@ class _Round:
     def kill_node(self, ranks: Ranks) -> None:
         """When a process has stopped at its point, kill all of them; or they end without coming to it."""
 
+        def all_of_them() -> list[Any]:  # of two libraries' types
+            return [*ranks.processes, *processes(self.run.path)]
+
         def over() -> bool:
-            return any(_stopped(p.pid) for p in [*ranks.processes, *processes(self.run.path)]) or not any(
-                p.is_alive() for p in ranks.processes
-            )
+            return any(_stopped(p.pid) for p in all_of_them()) or not any(p.is_alive() for p in ranks.processes)
 
         if not clock.wait_until(over, 120.0, 0.02):
             raise Broken(f"neither ended nor at the point:\n{ranks.logs()}")
-        for process in [*ranks.processes, *processes(self.run.path)]:
+        for process in all_of_them():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 

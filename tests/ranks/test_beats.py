@@ -10,13 +10,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from rank_pool import SEQ_LEN, Ranks, make_run
 
 from clustertrain import clock, fsio
 from clustertrain.run import attempts, beat, goodput
 from clustertrain.run.beat import PHASES, Beat, Reader
 from clustertrain.run.folder import RunDir
 from tests import runs
+from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run
 from tests.runs import Run
 
 pytestmark = pytest.mark.ranks

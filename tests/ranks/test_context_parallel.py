@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import digest
-from test_tensor_parallel import (
+
+from clustertrain.plan.layout import Layout
+from tests.ranks.rank_pool import digest
+from tests.ranks.test_tensor_parallel import (
     Reference,
     assert_equal_but_for_rounding,
     own_model,
@@ -17,8 +19,6 @@ from test_tensor_parallel import (
     start,
     tensors,
 )
-
-from clustertrain.plan.layout import Layout
 
 pytestmark = pytest.mark.ranks
 __all__ = ["reference"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from rank_pool import SEQ_LEN, Ranks, make_run, write_plan
 
 from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
@@ -21,6 +20,7 @@ from clustertrain.run import attempts, contract, metrics
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.strict import read_toml
+from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
 
@@ -100,7 +100,7 @@ def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_
 def stop_at_5(*values: float) -> None:
     """Setup: the evaluations are known, and the ranks are told to stop in the sixth step."""
     losses(*values)
-    from rank_pool import touch_stop_at
+    from tests.ranks.rank_pool import touch_stop_at
 
     touch_stop_at(5)
 
@@ -186,7 +186,7 @@ def another_python(rank: int) -> None:
 def stop_in(step: int) -> None:
     """Setup: one thread, and a stop when ``step`` steps are done."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from rank_pool import touch_stop_at
+    from tests.ranks.rank_pool import touch_stop_at
 
     touch_stop_at(step)
 

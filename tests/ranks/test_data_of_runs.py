@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import Ranks, make_run, touch_stop_at, write_plan
 
 from clustertrain import fsio
 from clustertrain.run.folder import RunDir
 from clustertrain.train.tokenize import of_bytes, write
+from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 
 # torch warns on machines with fewer cores than workers.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]

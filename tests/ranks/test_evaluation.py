@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 from clustertrain import fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
 from clustertrain.spec.strict import read_toml
+from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
 

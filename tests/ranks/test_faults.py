@@ -16,7 +16,6 @@ import msgspec
 import psutil
 import pytest
 import torch
-from rank_pool import Ranks, digest, make_run, touch_stop_at
 
 from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint import offline
@@ -26,6 +25,7 @@ from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import ledger
 from tests import runs
 from tests.chaos.rounds import processes
+from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at
 
 pytestmark = pytest.mark.ranks
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
 
 from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
+from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
 
 pytestmark = pytest.mark.ranks
 

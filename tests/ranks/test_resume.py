@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import Ranks, digest, layout_of, make_run, touch_stop_at, write_plan
 
 from clustertrain import clock
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
+from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run, touch_stop_at, write_plan
 
 pytestmark = pytest.mark.ranks
 

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_pool import Ranks, digest, make_run
 
 from clustertrain import clock, fsio, proc
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
+from tests.ranks.rank_pool import Ranks, digest, make_run
 
 pytestmark = pytest.mark.ranks
 

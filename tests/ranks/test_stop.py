@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import Ranks, make_run, touch_stop_at
 
 from clustertrain import clock, fsio
+from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at
 
 pytestmark = pytest.mark.ranks
 

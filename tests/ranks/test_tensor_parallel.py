@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from rank_pool import Ranks, digest, make_run, write_plan
-from test_resume import save_what_was_restored
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
+from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
+from tests.ranks.test_resume import save_what_was_restored
 
 pytestmark = pytest.mark.ranks
 

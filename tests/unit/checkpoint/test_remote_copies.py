@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved import files, save, state_of, steps
 
 from clustertrain import clock, settings
 from clustertrain.checkpoint import flights, offline, storage
@@ -22,6 +21,7 @@ from clustertrain.checkpoint.remote import SAID
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.checkpoint.storage import StorageError
+from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
 

@@ -11,7 +11,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from saved import save
 
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, storage
@@ -20,6 +19,7 @@ from clustertrain.checkpoint.reader import Reader
 from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import ConfigError, NotFound
+from tests.unit.checkpoint.saved import save
 
 
 def state(fill: float) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from saved import files, save, state_of, steps
 
 from clustertrain import clock
 from clustertrain.checkpoint import manifest as index
@@ -20,6 +19,7 @@ from clustertrain.checkpoint import offline, remote
 from clustertrain.checkpoint.remote import SAID, Copied, Upload, Uploader, owner
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.source import RemoteFolder
+from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
 

@@ -54,7 +54,8 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def made(**tables: Any) -> Task:
+def made(**tables: Any) -> Any:
+    """The :class:`Task`; its data sets have what their own classes have."""
     return task(build(tables, Recipe, "recipe"))
 
 
