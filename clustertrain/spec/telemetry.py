@@ -18,6 +18,7 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ``command`` and ``webhook`` get it besides."""
 
     idle_min: float = 10.0  # a GPU at 0 % for so many minutes, once training has begun
+    utilization: float = 0.7  # GPUs busy for less than this share of the time in training, over five minutes
     slowdown: float = 0.3  # steps slower than the run's own median by this share, over five minutes
     memory: float = 0.97  # of a GPU's memory
     straggler: float = 0.1  # a GPU or rank slower than the median of the others by this share, over five minutes
@@ -34,7 +35,7 @@ class AlertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for name in ("idle_min", "throttle_min", "hang_min"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (off) or more")
-        for name in ("slowdown", "memory", "straggler"):
+        for name in ("utilization", "slowdown", "memory", "straggler"):
             within(name, getattr(self, name), 0.0, 1.0)
         if self.command and not self.command[0]:
             raise ValueError(f"command = {self.command!r}: begins with an empty name")

@@ -1,9 +1,9 @@
 """The rules that watch a node while its job runs. The sampler hands in every snapshot; what is found goes to
 :mod:`.notify`.
 
-A rule sees its own node. What is true of the run as a whole (steps become slow, or none is done any more) only the
-node of rank 0 says, as all ranks step together: a job of a hundred nodes would say it a hundred times. What takes other
-nodes to compare with is :mod:`.across`'s.
+A rule sees its own node. What is true of the run as a whole (GPUs have little to do, steps become slow, or none is done
+any more) only the node of rank 0 says, as all ranks step together: a job of a hundred nodes would say it a hundred
+times. What takes other nodes to compare with is :mod:`.across`'s.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from clustertrain.telemetry import xids
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, WELL, Alert, Finding, Gate, Verdict
 from clustertrain.telemetry.alerts.straggler import CONFIRM_S, leave_out
+from clustertrain.telemetry.alerts.utilization import Utilization
 from clustertrain.telemetry.alerts.window import BUCKET_S, GpuBucket, GpuWindow, RankWindow, StepTimes, finite
 from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
@@ -46,6 +47,7 @@ class Alerts:
         self._gpus: list[GpuWindow] = []
         self._ranks: dict[int, RankWindow] = {}
         self._times = StepTimes()
+        self._utilization = Utilization(spec.utilization, node)
         self._uncorrected: dict[str, float] = {}
         self._mono: float | None = None
         self._in_bucket = 0.0
@@ -128,7 +130,7 @@ class Alerts:
         self._stalled_s = 0.0 if moved else self._stalled_s + dt
         for gpu in self._gpus:
             rank_of = self._ranks.get(gpu.rank) if gpu.rank is not None else None
-            gpu.add(values, dt, rank_of is not None and rank_of.training)
+            gpu.add(values, dt, rank_of is not None and rank_of.training, rank_of is not None and rank_of.warm)
 
     def _close(self, snapshot: Snapshot) -> list[Alert]:
         for rank in self._ranks.values():
@@ -150,6 +152,8 @@ class Alerts:
             yield from self._memory_errors(gpu, snapshot.values)
         yield from self._stragglers()
         if 0 in self._ranks:
+            self._utilization.close(self._gpus, snapshot)
+            yield ("low_utilization", 0), self._utilization.verdict(self._gpus, list(self._ranks.values()))
             yield ("slow_steps", 0), self._slow()
             yield ("hung", 0), self._hang()
 

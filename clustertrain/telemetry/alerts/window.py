@@ -14,6 +14,7 @@ from clustertrain.telemetry.segments.store import GpuFacts
 
 BUCKET_S = 10.0
 KEPT = 60  # buckets: ten minutes
+WARM_S = 180.0  # of training
 RECENT = 30  # of them the five minutes in which figures are compared
 
 _GROWTH = math.log(1.02)
@@ -26,7 +27,8 @@ def finite(value: float | None) -> float | None:
 @dataclass(slots=True)
 class GpuBucket:
     """Seconds, and sums of figure x seconds. ``busy_known``: seconds in which the utilization was known; ``trained``:
-    in which the clock was, while the GPU's rank trained."""
+    in which the clock was, while the GPU's rank trained; ``used_known``: the same of the utilization, without the first
+    minutes, in which kernels are compiled."""
 
     busy_known: float = 0.0
     busy: float = 0.0
@@ -36,6 +38,8 @@ class GpuBucket:
     hardware: float = 0.0
     trained: float = 0.0
     clock: float = 0.0
+    used_known: float = 0.0
+    used: float = 0.0
     power_known: float = 0.0
     energy: float = 0.0
 
@@ -50,7 +54,7 @@ class GpuWindow:
         self.power_trained = (0.0, 0.0)  # seconds and joules over the whole attempt, while training
         self.bucket = GpuBucket()
         self.past: deque[GpuBucket] = deque(maxlen=KEPT)
-        device = f"gpu{number}"
+        self.device = device = f"gpu{number}"
         self._util, self._memory = column(device, "utilization"), column(device, "memory_used_bytes")
         self._thermal, self._hardware = column(device, "throttle_thermal"), column(device, "throttle_hardware")
         self._clock, self._power = column(device, "sm_clock_mhz"), column(device, "power_w")
@@ -61,12 +65,16 @@ class GpuWindow:
     def where(self) -> str:
         return f"GPU {self.facts.uuid if self.facts.index is None else self.facts.index}"
 
-    def add(self, values: Mapping[str, float], dt: float, training: bool) -> None:
+    def add(self, values: Mapping[str, float], dt: float, training: bool, warm: bool) -> None:
+        """``warm``: the first minutes of its training are over."""
         b = self.bucket
         busy = finite(values.get(self._util))
         if busy is not None:
             b.busy_known += dt
             b.busy += busy * dt
+            if training and warm:
+                b.used_known += dt
+                b.used += busy * dt
         memory = finite(values.get(self._memory))
         if memory is not None and memory > b.memory:
             b.memory = memory
@@ -101,6 +109,14 @@ class GpuWindow:
             trained += b.trained
             clock += b.clock
         return clock / trained if trained >= least_s else None
+
+    def utilization(self, least_s: float) -> float | None:
+        """Mean over the recent buckets while training, as :meth:`clock_mhz`."""
+        known = used = 0.0
+        for b in _recent(self.past):
+            known += b.used_known
+            used += b.used
+        return used / known if known >= least_s else None
 
     def held_s(self) -> tuple[float, float]:
         """Seconds held down by heat, and by the hardware, in the last ten minutes."""
@@ -151,6 +167,11 @@ class RankWindow:
     def training(self) -> bool:
         return self.phase == beat.TRAIN
 
+    @property
+    def warm(self) -> bool:
+        """The first minutes, in which kernels are compiled and caches fill, are over."""
+        return self.train_s >= WARM_S
+
     def add(self, values: Mapping[str, float], dt: float) -> bool:
         """Whether the step advanced."""
         phase = finite(values.get(self._phase))
@@ -187,10 +208,10 @@ class StepTimes:
     """The time of a step over the last minutes of training, and its median over all of the attempt.
 
     Time counts while the rank trains, so that neither a checkpoint nor an evaluation makes a step slow. The first
-    minutes, in which kernels are compiled and caches fill, count in neither.
+    minutes count in neither.
     """
 
-    WARM_S, RECENT_S, RECENT_STEPS, ENOUGH_S, ENOUGH_STEPS = 180.0, 300.0, 10, 600.0, 20
+    RECENT_S, RECENT_STEPS, ENOUGH_S, ENOUGH_STEPS = 300.0, 10, 600.0, 20
 
     def __init__(self) -> None:
         self._advanced: tuple[float, float] | None = None  # training seconds and step when it last advanced
@@ -205,7 +226,7 @@ class StepTimes:
     def close(self) -> None:
         """Once in ten seconds."""
         now = self._advanced
-        if now is None or now[0] < self.WARM_S or (self._marks and now[1] == self._marks[-1][1]):
+        if now is None or now[0] < WARM_S or (self._marks and now[1] == self._marks[-1][1]):
             return
         if self._marks and now[1] < self._marks[-1][1]:
             self._marks.clear()

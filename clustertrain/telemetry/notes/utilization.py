@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain.run import endings
+from clustertrain.telemetry import causes as known
 from clustertrain.telemetry.notes import job as facts
 from clustertrain.telemetry.notes.job import CRITICAL, INFO, WARNING, Job, counted, of_gpu, where
 from clustertrain.telemetry.summary import GpuSummary, Note
 
-VERY_LOW, LOW = 0.15, 0.7  # mean utilization
-HIGH = 0.8
+VERY_LOW, LOW, HIGH = 0.15, known.LOW, 0.8  # mean utilization
 # Shares from which a cause explains a low utilization, and from which it is told in any case.
-DATA, MUCH_DATA = 0.1, 0.2  # of a step
+DATA, MUCH_DATA = known.DATA, 0.2  # of a step
 CHECKPOINTS, MANY_CHECKPOINTS = 0.05, 0.1  # of the allocated time
 EVALUATION, MUCH_EVALUATION = 0.1, 0.3
 STARTUP, MUCH_STARTUP = 0.25, 0.4
 
-# Bytes/s a GPU from which links are busy: about a tenth of what NVLink 3 and 4, PCIe 4 x16 and a 200 Gbit/s port carry.
-_NVLINK, _PCIE, _INFINIBAND = 30e9, 3e9, 2.5e9
 _NEAR_IDLE_POWER = 0.3  # of the board's limit; an idle H100 or A100 draws a tenth to a sixth of it
 _WAITING_POWER = 0.45  # kernels that spin in a collective
 _HUNG_ACTIVITY, _WAITING_ACTIVITY = 0.05, 0.3  # of the multiprocessors
 _HUNG_SAMPLES = 300  # before that many, a compilation or the loading of a model may look so
 _MOST = 0.9  # of the GPUs that tell
-_CORES_BUSY = 0.9  # of the allocated ones
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,8 @@ def _unknown(job: Job) -> Cause:
     if job.summary.goodput is not None:
         told += ["checkpoints", "evaluation", "start-up"]
     if told:
-        text = f"not for {_listed(told, 'or')}, so the kernels may be too small, or Python too slow for them"
-    return Cause("low_utilization", text, "a larger micro batch, compile = true or CUDA graphs, or fewer GPUs")
-
-
-def _listed(words: Sequence[str], between: str) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {between} {words[-1]}"
+        text = f"not for {known.listed(told, 'or')}, so the kernels may be too small, or Python too slow for them"
+    return Cause("low_utilization", text, known.LARGER_KERNELS)
 
 
 def _data_share(job: Job) -> float | None:
@@ -116,10 +109,10 @@ def _data(job: Job) -> Cause | None:
     if share is None or share < DATA:
         return None
     text = f"training waits for its data for {share:.0%} of a step"
-    fix = "more data-loader workers (data.workers), data on faster or local storage, or prepared beforehand"
-    if (cores := _cores_busy(job)) is not None and cores >= _CORES_BUSY:
+    fix = known.FASTER_DATA
+    if (cores := _cores_busy(job)) is not None and cores >= known.CORES_BUSY:
         text += f", with {cores:.0%} of the allocated cores busy"
-        fix = f"more cores with --cpus-per-gpu; else {fix}"
+        fix = f"{known.MORE_CORES}; else {fix}"
     return Cause("waiting_on_data", text, fix, alone=share >= MUCH_DATA)
 
 
@@ -173,13 +166,8 @@ def _communication(job: Job) -> Cause | None:
     busy = _traffic(job)
     if not busy:
         return None
-    return Cause("communication_bound", f"waiting on communication, with {_listed(busy, 'and')} a GPU", _LESS_TRAFFIC)
-
-
-_LESS_TRAFFIC = (
-    "a larger micro batch or more gradient accumulation, a layout that keeps its traffic inside a node "
-    "(`clustertrain plan` says what each costs), and see docs/nccl.md for the network"
-)
+    text = f"waiting on communication, with {known.listed(busy, 'and')} a GPU"
+    return Cause("communication_bound", text, known.LESS_TRAFFIC)
 
 
 def _traffic(job: Job) -> list[str]:
@@ -192,12 +180,11 @@ def _traffic(job: Job) -> list[str]:
         for h in job.summary.hosts
         if h.infiniband_bytes_per_s is not None and h.node in of_node
     )
-    links = (
-        ("NVLink", facts.mean(g.nvlink_bytes_per_s.mean for g in job.working if g.nvlink_bytes_per_s), _NVLINK),
-        ("PCIe", facts.mean(g.pcie_bytes_per_s.mean for g in job.working if g.pcie_bytes_per_s), _PCIE),
-        ("InfiniBand", infiniband, _INFINIBAND),
+    nvlink = facts.mean(g.nvlink_bytes_per_s.mean for g in job.working if g.nvlink_bytes_per_s)
+    pcie = facts.mean(g.pcie_bytes_per_s.mean for g in job.working if g.pcie_bytes_per_s)
+    return known.links(
+        [("NVLink", nvlink, known.NVLINK), ("PCIe", pcie, known.PCIE), ("InfiniBand", infiniband, known.INFINIBAND)]
     )
-    return [f"{name} at {rate / 1e9:.1f} GB/s" for name, rate, limit in links if rate is not None and rate >= limit]
 
 
 _CAUSES: tuple[Callable[[Job], Cause | None], ...] = (_data, _evaluation, _checkpoints, _startup, _communication)
@@ -245,10 +232,10 @@ def _waits_in_kernels(job: Job) -> Iterable[Note]:
         yield of_gpu(gpus[0], WARNING, "small_kernels", text, "a larger micro batch, compile = true, or a MIG slice")
         return
     busy = _traffic(job)
-    links = f", with {_listed(busy, 'and')} a GPU" if busy else ""
+    links = f", with {known.listed(busy, 'and')} a GPU" if busy else ""
     some = f" ({len(gpus):,} of {len(job.summary.gpus):,} told)" if len(gpus) < len(job.summary.gpus) else ""
     text = f"the GPUs are busy, but do little{some}: {evidence}{links}: they wait for each other, or for small kernels"
-    yield Note(severity=WARNING, code="communication_bound", text=text, fix=_LESS_TRAFFIC)
+    yield Note(severity=WARNING, code="communication_bound", text=text, fix=known.LESS_TRAFFIC)
 
 
 def _evidence(gpus: list[GpuSummary]) -> str:

@@ -339,7 +339,9 @@ def test_memory_errors_are_counted_from_the_start_of_the_job(alerts: Alerts) -> 
 
 
 def test_a_limit_of_0_turns_a_rule_off() -> None:
-    spec = AlertsSpec(idle_min=0, slowdown=0, memory=0, straggler=0, throttle_min=0, xid=False, hang_min=0)
+    spec = AlertsSpec(
+        idle_min=0, utilization=0, slowdown=0, memory=0, straggler=0, throttle_min=0, xid=False, hang_min=0
+    )
     job, alerts = Job(4), Alerts(spec, "n1")
     job.run(alerts, 1000)
     stuck = {f"rank{r}.step": float(int(job.done)) for r in range(4)}

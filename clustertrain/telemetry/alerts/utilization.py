@@ -1,0 +1,116 @@
+"""GPUs that have little to do while they train, and why as far as their node tells: data, host or communication."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from clustertrain.telemetry import causes
+from clustertrain.telemetry.alerts.alert import WARNING, WELL, Finding, Verdict
+from clustertrain.telemetry.alerts.straggler import CONFIRM_S
+from clustertrain.telemetry.alerts.window import RECENT, GpuWindow, RankWindow, finite
+from clustertrain.telemetry.fields import column
+from clustertrain.telemetry.snapshot import Snapshot
+
+SEEN_S = 120.0  # of the last five minutes must have been training; checkpoints and evaluations may take the others
+_BETTER = 0.05  # by so much above the limit all is well
+_IDLE = 0.005  # that a GPU does nothing at all is another rule's to say
+
+
+class _Rate:
+    """What a counter grew by in a second over the recent minutes: of a device in both directions."""
+
+    def __init__(self, device: str, name: str) -> None:
+        self._columns = [column(device, f"{name}_{way}_bytes") for way in ("tx", "rx")]
+        self._marks: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)
+
+    def close(self, values: Mapping[str, float], mono: float) -> None:
+        totals = [total for name in self._columns if (total := finite(values.get(name))) is not None]
+        if totals:
+            if self._marks and sum(totals) < self._marks[-1][1]:  # it began anew
+                self._marks.clear()
+            self._marks.append((mono, sum(totals)))
+
+    def per_s(self) -> float | None:
+        if len(self._marks) < 2:
+            return None
+        (begin, first), (end, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (end - begin) if end > begin else None
+
+
+class Utilization:
+    """The rule, on the node of rank 0. ``limit``: the mean share of time, in training, below which it is told."""
+
+    def __init__(self, limit: float, node: str) -> None:
+        self._limit = limit
+        self._node = node
+        self._rates: dict[tuple[str, str], _Rate] = {}
+        self._cpu: deque[float] = deque(maxlen=RECENT)
+
+    def close(self, gpus: Sequence[GpuWindow], snapshot: Snapshot) -> None:
+        """Once in ten seconds."""
+        cpu = finite(snapshot.values.get(column("host", "cpu")))
+        if cpu is not None:
+            self._cpu.append(cpu)
+        devices = [("host", "infiniband"), *((gpu.device, link) for gpu in gpus for link in ("nvlink", "pcie"))]
+        for key in devices:
+            self._rates.setdefault(key, _Rate(*key)).close(snapshot.values, snapshot.mono)
+
+    def verdict(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> Verdict:
+        told = [(gpu, busy) for gpu in gpus if (busy := gpu.utilization(SEEN_S)) is not None and busy >= _IDLE]
+        if not self._limit or not told:
+            return None
+        busy = statistics.fmean(share for _, share in told)
+        if busy >= self._limit:
+            return WELL if busy >= min(1.0, self._limit + _BETTER) else None
+        working = [gpu for gpu, _ in told]
+        who = f"{working[0].where} of {self._node} was" if len(told) == 1 else f"{len(told)} GPUs of {self._node} were"
+        why, fix = self._cause(working, ranks)
+        return Finding(
+            code="low_utilization",
+            severity=WARNING,
+            text=f"{who} busy {busy:.0%} of the time in training, over five minutes: {why}",
+            fix=fix,
+            value=busy,
+            limit=self._limit,
+            hold_s=CONFIRM_S,
+        )
+
+    def _cause(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> tuple[str, str]:
+        """The evidence, and what helps. The first cause that has evidence is told."""
+        cpu = statistics.fmean(self._cpu) if self._cpu else 0.0
+        cores = f"{cpu:.0%} of the node's processors busy"
+        shares = [
+            wait / step_s
+            for rank in ranks
+            if (wait := rank.per_step("data_wait_s", SEEN_S)) is not None
+            and (step_s := rank.per_step("train_s", SEEN_S))
+        ]
+        if shares and (share := statistics.fmean(shares)) >= causes.DATA:
+            why = f"training waits for its data for {share:.0%} of a step"
+            if cpu < causes.CORES_BUSY:
+                return why, causes.FASTER_DATA
+            return f"{why}, with {cores}", f"{causes.MORE_CORES}; else {causes.FASTER_DATA}"
+        if cpu >= causes.CORES_BUSY:
+            return f"{cores}, its own work or that of other jobs", f"{causes.MORE_CORES}, or a node of one's own"
+        if len(ranks) > 1 and (busy := self._links(gpus)):
+            return f"waiting on communication, with {causes.listed(busy, 'and')} a GPU", causes.LESS_TRAFFIC
+        if not shares or not self._cpu:
+            return "nothing that is recorded says why", causes.LARGER_KERNELS
+        why = "not for data or the processors, so the kernels may be too small, or Python too slow for them"
+        return why, causes.LARGER_KERNELS
+
+    def _links(self, gpus: Sequence[GpuWindow]) -> list[str]:
+        def mean(link: str) -> float | None:
+            rates = [rate for gpu in gpus if (rate := self._rates[gpu.device, link].per_s()) is not None]
+            return statistics.fmean(rates) if rates else None
+
+        ports = self._rates["host", "infiniband"].per_s()
+        return causes.links(
+            [
+                ("NVLink", mean("nvlink"), causes.NVLINK),
+                ("PCIe", mean("pcie"), causes.PCIE),
+                ("InfiniBand", None if ports is None else ports / len(gpus), causes.INFINIBAND),
+            ]
+        )
