@@ -11,6 +11,7 @@ import msgspec
 from clustertrain import proc, settings
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.launch import code
+from clustertrain.plan import pipeline
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.planner import Plan
 from clustertrain.spec.job import RunSpec
@@ -33,11 +34,13 @@ def count(
         trace: also trace a step, as far as a trace knows the layout.
 
     Raises:
-        ConfigError: the user's code cannot be imported, or fails.
+        ConfigError: the user's code cannot be imported, or fails; the model is none that can be split as planned.
         NotCounted: there is no such interpreter here, or no torch for it, or no answer in time.
     """
     step = _step(chosen) if trace and not chosen.layout.model_parallel else None
-    request = {"recipe": msgspec.to_builtins(spec.recipe), "step": step}
+    layout = chosen.layout
+    split = {"tp": layout.tp, "stages": pipeline.stages(layout)}
+    request = {"recipe": msgspec.to_builtins(spec.recipe), "step": step, "split": split}
     argv = [python, "-m", "clustertrain.train.shapes", json.dumps(request)]
     env = {**settings.without_allocation(environ), **spec.env}
     try:

@@ -47,6 +47,8 @@ class Given:
         self.kind = "" if model.entry else model.kind
         self.gpu_name = self.gpu.name if self.gpu else ""
         self.state = states.of_decoder(spec.recipe.optim, self.decoder) if self.decoder is not None else None
+        if spec.script is None and self.decoder is None and self.kind:
+            states.check_modules(spec.recipe.optim, states.modules(model))
         stack = stacks.compiled_blocks(CLUSTERTRAIN) if spec.recipe.parallel.compile else CLUSTERTRAIN
         stack = replace(stack, whole_logits=spec.recipe.objective.label_smoothing > 0)
         self.stack = stacks.updated_by(stack, spec.recipe.optim, self.state) if self.state is not None else stack

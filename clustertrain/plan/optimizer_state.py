@@ -14,6 +14,7 @@ from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.layout import Layout
 from clustertrain.spec.optim import OptimizerName, OptimSpec
 from clustertrain.spec.patterns import fits, near
+from clustertrain.spec.recipe import ModelSpec
 
 WHOLE: frozenset[OptimizerName] = frozenset(
     {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}
@@ -63,28 +64,30 @@ class State:
 def of_decoder(spec: OptimSpec, model: Decoder) -> State:
     """Raises ConfigError: a pattern that fits nothing, or nothing is left to train."""
     named = list(_shapes(model))
-    modules = [module for module, _ in named]
-    for key, patterns in (
-        ("optim.freeze", spec.freeze),
-        ("optim.lr_scale", tuple(spec.lr_scale)),
-        ("optim.unfreeze.modules", tuple(p for u in spec.unfreeze for p in u.modules)),
-    ):
-        check(key, patterns, modules)
-    thawed = [p for u in spec.unfreeze for p in u.modules]
-    trained = [
-        (shape, module.startswith("layers.") and len(shape) > 1)
-        for module, shape in named
-        if not any(fits(p, module) for p in spec.freeze) or any(fits(p, module) for p in thawed)
-    ]
-    if not trained:
-        raise ConfigError("optim.freeze: nothing is left to train", fix="leave a module out of it")
+    moving = check_modules(spec, [module for module, _ in named])
+    trained = [(shape, module.startswith("layers.") and len(shape) > 1) for module, shape in named if module in moving]
     whole = sum(math.prod(shape) for _, shape in named)
     sizes = [state_bytes(spec, shape, hidden=hidden) for shape, hidden in trained]
     return State(sum(sizes) / whole, sum(math.prod(shape) for shape, _ in trained) / whole, max(sizes))
 
 
-def check(key: str, patterns: Sequence[str], modules: Sequence[str]) -> None:
-    """Raises ConfigError: one of ``patterns`` fits none of the modules that have parameters."""
+def check_modules(spec: OptimSpec, modules: Sequence[str]) -> set[str]:
+    """Those of ``modules``, which have parameters, that are trained at some time.
+
+    Raises:
+        ConfigError: a pattern that fits none of them, or nothing is left to train.
+    """
+    thawed = [p for u in spec.unfreeze for p in u.modules]
+    _check("optim.freeze", spec.freeze, modules)
+    _check("optim.lr_scale", list(spec.lr_scale), modules)
+    _check("optim.unfreeze.modules", thawed, modules)
+    moving = {m for m in modules if not any(fits(p, m) for p in spec.freeze) or any(fits(p, m) for p in thawed)}
+    if not moving:
+        raise ConfigError("optim.freeze: nothing is left to train", fix="leave a module out of it")
+    return moving
+
+
+def _check(key: str, patterns: Sequence[str], modules: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fits(pattern, module) for module in modules):
             raise ConfigError(f"{key}: no module with parameters fits {pattern!r}", fix=near(pattern, modules))
@@ -106,6 +109,20 @@ def _shapes(model: Decoder) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "norm", (dim,)
     if not model.tie_embeddings:
         yield "head", (model.vocab_size, dim)
+
+
+def modules(model: ModelSpec) -> list[str]:
+    """Names of the modules of a built-in model that is not the decoder that have parameters of their own."""
+    if model.kind == "convnet":
+        found = ["stem", "stem_norm", "head"]
+        for i, (before, width, stride) in enumerate(model.convnet.shapes()):
+            found += [f"blocks.{i}.{name}" for name in ("conv1", "norm1", "conv2", "last_norm")]
+            if stride > 1 or before != width:
+                found += [f"blocks.{i}.{name}" for name in ("project", "project_norm")]
+        return found
+    tower = [*(module for module, _ in _shapes(model) if module != "head"), "project"]
+    whole = [""] if model.two_tower.learn_temperature else []  # the temperature is the model's own
+    return [f"{which}.{module}" for which in ("first", "second") for module in tower] + whole
 
 
 def refuse(spec: OptimSpec, layout: Layout, kind: str, device: str) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from clustertrain.plan.optimizer_state import state_bytes
 from clustertrain.spec.optim import OptimSpec
 from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
-from clustertrain.train import models
+from clustertrain.train import models, stages, tensor_parallel
 from clustertrain.train.data_parallel import units
 from clustertrain.train.optimizers import parameters as parameters_of
 
@@ -39,9 +40,26 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sharded: bool
 
 
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """How the plan splits the model: ranks that share each layer, and stages of a pipeline."""
+
+    tp: int = 1
+    stages: int = 1
+
+
+def check_split(model: nn.Module, asked: Split, split: Sequence[str]) -> None:
+    """Raises ConfigError where ``model`` does not say how it is split like that, or says it wrongly. ``split``: of
+    ``parallel.split``."""
+    if asked.tp > 1:
+        tensor_parallel.check_plan(model, asked.tp)
+    if asked.stages > 1:
+        stages.where_stages_begin(model, asked.stages, split)
+
+
 def count(model: nn.Module, optim: OptimSpec) -> Counted:
-    """Raises ConfigError: a pattern of ``optim`` that fits nothing."""
+    """Raises ConfigError: a pattern of ``optim`` that fits nothing; rates by a depth that is not known."""
     known = parameters_of.describe(model)
+    known.check_depth(optim.layer_decay)
     thaws = parameters_of.thaws(known, ((u.step, u.modules) for u in optim.unfreeze))
     parameters_of.freeze(model, known, optim.freeze, thaws)
     for pattern in optim.lr_scale:
@@ -75,17 +93,19 @@ def _size(module: nn.Module, *, recurse: bool = True) -> int:
     return sum(p.numel() for p in module.parameters(recurse))
 
 
-def look(recipe: Recipe, step: Step | None) -> Counted:
-    """Count the model, and trace it where ``step`` is given. A step that cannot be traced is no error: ``untraced``
+def look(recipe: Recipe, step: Step | None, split: Split = Split()) -> Counted:
+    """Count the model, check that it can be split, and trace it where ``step`` is given. A step that cannot be traced is no error: ``untraced``
     says why.
 
     Raises:
-        ConfigError, or whatever the user's code raises: the model cannot be built.
+        ConfigError, or whatever the user's code raises: the model cannot be built, or not be split.
     """
-    if step is None:
-        return count(models.model(recipe.model, to_look_at=True), recipe.optim)
-    what = models.task(recipe, to_look_at=True)
-    found = count(what.model, recipe.optim)
+    what = models.task(recipe, to_look_at=True) if step is not None else None
+    model = what.model if what is not None else models.model(recipe.model, to_look_at=True)
+    found = count(model, recipe.optim)
+    check_split(model, split, recipe.parallel.split)
+    if what is None or step is None:
+        return found
     try:
         from clustertrain.train import trace
 
@@ -104,9 +124,10 @@ def _said(error: BaseException) -> str:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """``{"counted": ...}``, or ``{"error", "fix"}`` for what the recipe or the user's code got wrong."""
     step = msgspec.convert(request["step"], Step) if request["step"] else None
+    split = msgspec.convert(request["split"], Split)
     recipe = build(request["recipe"], Recipe, "recipe")
     try:
-        return {"counted": msgspec.to_builtins(look(recipe, step))}
+        return {"counted": msgspec.to_builtins(look(recipe, step, split))}
     except ClusterTrainError as e:
         return {"error": e.message, "fix": e.fix}
     except (Exception, SystemExit) as e:  # of the user's module or constructor: whatever it is

@@ -147,6 +147,19 @@ def given(split: Sequence[str], of: Sequence[Unit], stages: int) -> list[int]:
     return begins
 
 
+def where_stages_begin(model: nn.Module, stages: int, split: Sequence[str]) -> list[int]:
+    """The unit that each of ``stages`` begins with, by ``split`` or balanced. Raises ConfigError where that cannot
+    be."""
+    of = units(model)
+    if len(of) < stages:
+        raise ConfigError(
+            f"{stages} pipeline stages (pp x those of a rank) and only {len(of)} units to put into them: "
+            f"{', '.join(unit[0] for unit in of)}",
+            fix="use a smaller pp, fewer virtual_stages, or a deeper model",
+        )
+    return given(split, of, stages) if split else balanced(costs(model, of), stages)
+
+
 def placement(layout: Layout) -> tuple[int, ...]:
     """The pipeline rank of each stage: round and round, or for zbv there and back."""
     ranks = tuple(range(layout.pp))
@@ -163,15 +176,8 @@ def cut(model: nn.Module, layout: Layout, split: Sequence[str], rank: int) -> li
         ConfigError: the model cannot be cut like that.
     """
     of, rank_of = units(model), placement(layout)
-    count = len(rank_of)
-    if len(of) < count:
-        raise ConfigError(
-            f"{count} pipeline stages (pp {layout.pp} x {count // layout.pp} a rank) and only {len(of)} units to put "
-            f"into them: {', '.join(unit[0] for unit in of)}",
-            fix="use a smaller pp, fewer virtual_stages, or a deeper model",
-        )
-    begins = given(split, of, count) if split else balanced(costs(model, of), count)
-    content = [sum(of[a:b], ()) for a, b in zip(begins, [*begins[1:], len(of)], strict=True)]
+    first = where_stages_begin(model, len(rank_of), split)
+    content = [sum(of[a:b], ()) for a, b in zip(first, [*first[1:], len(of)], strict=True)]
     shared = _shared(model, content)
     names = frozenset(clean(k) for k in model.state_dict())
     mine = [i for i, r in enumerate(rank_of) if r == rank]

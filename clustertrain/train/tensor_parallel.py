@@ -55,19 +55,23 @@ def matches(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def check(model: nn.Module, context: RankContext) -> None:
-    """Whether the whole ``model`` can be split as its ``tp_plan`` says. Its ``tp_divides``, if it has one, names sizes
-    that must divide over the ranks, finer than what the layers show: the heads of an attention.
-
-    Raises:
-        ConfigError: no plan, an unknown word, a pattern that fits no module, a parameter that no pattern covers, a size
-            that does not divide, dropout that would differ; async_tp without GPUs.
-    """
-    tp = context.layout.tp
+    """Raises ConfigError as :func:`check_plan`, and for async_tp without GPUs."""
     if context.parallel.async_tp and context.device.type == "cpu":
         raise EnvironmentNotFit(
             "parallel.async_tp overlaps collectives with matmuls through the GPUs' memory, and the device is cpu",
             fix="leave it out",
         )
+    check_plan(model, context.layout.tp)
+
+
+def check_plan(model: nn.Module, tp: int) -> None:
+    """Whether the whole ``model`` can be split over ``tp`` ranks as its ``tp_plan`` says. Its ``tp_divides``, if it has
+    one, names sizes that must divide over the ranks, finer than what the layers show: the heads of an attention.
+
+    Raises:
+        ConfigError: no plan, an unknown word, a pattern that fits no module, two that fit the same one, a parameter
+            that no pattern covers, a size that does not divide, dropout that would differ.
+    """
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigError(
@@ -84,6 +88,7 @@ def check(model: nn.Module, context: RankContext) -> None:
                 f"tp_plan: {pattern!r} fits no module of {type(model).__name__}",
                 fix="a * stands for one part of a name; model.named_modules() lists them",
             )
+    _check_once(found)
     for what, size in getattr(model, "tp_divides", {}).items():
         divides.check(what, size, "tp", tp)
     for _, name, module, word in found:
@@ -95,6 +100,19 @@ def check(model: nn.Module, context: RankContext) -> None:
             raise ConfigError(
                 f"{name}: {type(module).__name__} would drop other values on each of the {tp} ranks that share them",
                 fix="use clustertrain.train.dropout.Dropout",
+            )
+
+
+def _check_once(found: list[tuple[str, str, nn.Module, str]]) -> None:
+    """A module that is split is not split again. ``gather`` goes around those that are split inside, and so may stand
+    beside another word."""
+    before: dict[tuple[str, bool], str] = {}
+    for pattern, name, _, word in found:
+        other = before.setdefault((name, word == "gather"), pattern)
+        if other != pattern:
+            raise ConfigError(
+                f"tp_plan: {other!r} and {pattern!r} both fit {name}, which can be split once",
+                fix="narrow one of them, or leave it out",
             )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.state import clean, parts
-from clustertrain.errors import ConfigError
 from clustertrain.train.optimizers.parameters import Parameters, describe
 from clustertrain.train.schedule import LR_SCALE
 
@@ -38,11 +37,7 @@ def parameter_groups(
     Raises:
         ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
     """
-    if layer_decay != 1.0 and known.no_depth:
-        raise ConfigError(
-            f"optim.layer_decay = {layer_decay:g}: {known.no_depth}",
-            fix="declare pipeline_units, the names of its parts in the order of execution, or use optim.lr_scale",
-        )
+    known.check_depth(layer_decay)
     factors: dict[str, float] = {}
     for pattern, factor in (lr_scale or {}).items():
         factors.update(dict.fromkeys(known.fitting(pattern, "optim.lr_scale"), factor))

@@ -56,6 +56,14 @@ class Parameters:
             raise ConfigError(f"{key}: no module with parameters fits {pattern!r}", fix=near(pattern, modules))
         return found
 
+    def check_depth(self, layer_decay: float) -> None:
+        """Raises ConfigError where rates are to go by a depth that is not known."""
+        if layer_decay != 1.0 and self.no_depth:
+            raise ConfigError(
+                f"optim.layer_decay = {layer_decay:g}: {self.no_depth}",
+                fix="declare pipeline_units, the names of its parts in the order of execution, or use optim.lr_scale",
+            )
+
 
 def describe(model: nn.Module) -> Parameters:
     """Of the whole ``model``, before it is parallelised."""

@@ -17,8 +17,10 @@ from clustertrain.spec.strict import build
 GIB = 1024**3
 
 
-def chosen(model: dict[str, Any], *, train: dict[str, Any] | None = None, **job: Any) -> Plan:
-    recipe = build(filled({"model": model, "train": train or {}}), Recipe, "recipe")
+def chosen(
+    model: dict[str, Any], *, train: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **job: Any
+) -> Plan:
+    recipe = build(filled({"model": model, "train": train or {}, "optim": optim or {}}), Recipe, "recipe")
     spec = RunSpec(job=JobSpec(**{"nodes": 1, "gpus": 4, **job}), recipe=recipe)
     return plan(spec, ClusterProfile(), "cuda")
 
@@ -33,6 +35,30 @@ def test_the_states_are_counted_and_the_activations_are_not(kind: str) -> None:
     for made in (replicated, sharded):
         assert made.memory.activations_gib is None and made.memory.peak_gib is None and made.memory.fits is None
         assert made.time.flops_per_step is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "optim", "said", "fix"),
+    [
+        ("convnet", {"freeze": ["block.*"]}, "optim.freeze: no module with parameters fits 'block.*'", "blocks"),
+        ("convnet", {"lr_scale": {"zzz": 0.5}}, "optim.lr_scale: no module with parameters fits", "at the top"),
+        ("convnet", {"freeze": ["*"]}, "optim.freeze: nothing is left to train", "leave a module out"),
+        ("two-tower", {"freeze": ["embed"]}, "optim.freeze: no module with parameters fits 'embed'", "first.embed"),
+        (
+            "two-tower",
+            {"unfreeze": [{"step": 5, "modules": ["first.layer"]}]},
+            "optim.unfreeze.modules: no module with parameters fits 'first.layer'",
+            "first.layers",
+        ),
+    ],
+)
+def test_a_pattern_that_fits_no_module_is_known_before_the_queue(
+    kind: str, optim: dict[str, Any], said: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        chosen({"kind": kind}, optim=optim)
+    assert said in e.value.message and fix in str(e.value.fix)
+    chosen({"kind": kind}, optim={"freeze": ["*"], "unfreeze": [{"step": 5, "modules": ["*norm"]}]})
 
 
 def test_of_an_entry_nothing_is_known() -> None:

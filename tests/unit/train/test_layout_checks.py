@@ -72,6 +72,8 @@ def test_sizes_that_do_not_divide_show_the_arithmetic(spec: dict[str, int], tp: 
         ({**PLAN, "norm": "rowwise"}, "norm is a LayerNorm; 'rowwise' is for Linear"),
         ({"up": "colwise", "down": "rowwise"}, "no pattern covers parameter norm.weight"),
         ({**PLAN, "up": "gather"}, "no pattern covers parameter up.weight"),
+        ({**PLAN, "?p": "colwise"}, "'up' and '?p' both fit up, which can be split once"),
+        ({**PLAN, "up": "gather", "u*": "gather"}, "'up' and 'u*' both fit up, which"),
         ({**PLAN, "down": "colwise"}, "down.out_features = 8 does not divide over tp = 3"),
     ],
 )

@@ -12,9 +12,11 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.plan.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, of_decoder, state_bytes
+from clustertrain.plan.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, modules, of_decoder, state_bytes
+from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
 from clustertrain.spec.optim import OptimSpec, UnfreezeSpec
 from clustertrain.spec.recipe import ModelSpec
+from clustertrain.train import models
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder
 from clustertrain.train.optimizers import catalogue, making
@@ -364,3 +366,16 @@ def test_the_plans_shapes_are_the_decoders() -> None:
             counted = [state_bytes(optim, p.shape, hidden=known[n].hidden) for n, p in model.named_parameters()]
             state = of_decoder(optim, spec)
             assert state.bytes * spec.parameters() == pytest.approx(sum(counted)) and state.largest == max(counted)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ModelSpec(kind="convnet", convnet=ConvnetSpec(width=8, blocks=(2, 1), groups=4)),
+        ModelSpec(kind="two-tower", dim=16, layers=2, heads=2),
+        ModelSpec(kind="two-tower", dim=16, layers=1, heads=2, two_tower=TwoTowerSpec(learn_temperature=False)),
+    ],
+)
+def test_the_plans_module_names_are_those_of_the_built_in_models(spec: ModelSpec) -> None:
+    known = describe(models.model(spec)).by_name.values()
+    assert sorted(modules(spec)) == sorted({m for described in known for m in described.modules})

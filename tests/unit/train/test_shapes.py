@@ -80,7 +80,7 @@ def _nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def request(entry: str, **step: Any) -> dict[str, Any]:
     recipe = {"model": {"entry": f"counted_nets:{entry}"}, "data": {"seq_len": 32, "max_bytes": 100_000}}
     whole = {"micro_batch": 8, "precision": "fp32", "activation_checkpointing": "none", "sharded": False, **step}
-    return {"recipe": recipe, "step": whole if step else None}
+    return {"recipe": recipe, "step": whole if step else None, "split": {}}
 
 
 def counted(entry: str, **step: Any) -> Counted:
@@ -112,6 +112,23 @@ def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
 )
 def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> None:
     answer = shapes.answer(request(entry))
+    assert said in answer["error"] and answer["fix"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "split", "said"),
+    [
+        ({"optim": {"layer_decay": 0.8}}, {}, "layer_decay = 0.8: Valued has no list of layers"),
+        ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters fits 'layrs'"),
+        ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
+        ({}, {"stages": 2}, "Valued cannot be cut into pipeline stages"),
+    ],
+)
+def test_what_would_end_the_job_at_its_start_is_an_answer(
+    tables: dict[str, Any], split: dict[str, int], said: str
+) -> None:
+    asked = request("Valued")
+    answer = shapes.answer({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
     assert said in answer["error"] and answer["fix"]
 
 
