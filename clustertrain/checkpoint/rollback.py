@@ -22,10 +22,11 @@ from clustertrain.checkpoint import points, retention
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError, Diverged
+from clustertrain.run.folder import ROLLED_BACK
 
 log = logging.getLogger(__name__)
 
-FILE = "rolled-back.json"
+FILE = ROLLED_BACK
 
 Ranges = dict[str, list[list[int]]]
 

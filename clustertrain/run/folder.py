@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from clustertrain import fsio, settings
 from clustertrain.errors import ConfigError, NotFound, NotReadable
 
+ROLLED_BACK = "rolled-back.json"  # among the checkpoints: which do not count any more
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -162,12 +164,24 @@ class RunDir:
         return self.path / "checkpoints"
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first. The marker comes last, so a half-written one is not here."""
+        """Steps with a committed checkpoint that counts, oldest first. The marker comes last, so a half-written one is
+        not here, nor is one that the run has gone back behind."""
         folder = self.checkpoints
         if not folder.is_dir():
             return []
-        names = (p.name for p in folder.iterdir() if (p / "COMMITTED").is_file())
-        return sorted(int(m.group(1)) for m in (re.fullmatch(r"step-(\d{8,})", n) for n in names) if m)
+        condemned = self._condemned()
+        found = ((re.fullmatch(r"step-(\d{8,})", p.name), p / "COMMITTED") for p in folder.iterdir())
+        steps = [(int(name[1]), marker) for name, marker in found if name and marker.is_file()]
+        return sorted(step for step, marker in steps if (step, _read(marker)) not in condemned)
+
+    def _condemned(self) -> set[tuple[int, str]]:
+        """Step and marker of what :mod:`clustertrain.checkpoint.rollback` has noted; none where its record does not
+        read, which the next attempt tells."""
+        try:
+            records = json.loads(_read(self.checkpoints / ROLLED_BACK) or "[]")
+            return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}
+        except (ValueError, TypeError, AttributeError):
+            return set()
 
     def attempt(self, n: int) -> AttemptDir:
         return AttemptDir(self.path / "attempts" / str(n), n)
@@ -177,6 +191,14 @@ class RunDir:
         folder = self.path / "attempts"
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [self.attempt(n) for n in numbers]
+
+
+def _read(path: Path) -> str:
+    """Empty where it is not there (any more)."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def slug(name: str) -> str:
