@@ -19,7 +19,7 @@ from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from clustertrain.launch import render, submit
 from clustertrain.launch.backend import ArraySubmission
-from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare, read_target
+from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare
 from clustertrain.launch.submit import DryRun, Submitted
 from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
@@ -185,12 +185,13 @@ def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple
     """All runs, checked one by one and against each other; and warnings."""
     tasks: list[Task] = []
     notes: list[str] = []
-    read_target(request)  # what is wrong with the file is not of the first run's values
     for values in product(given, request.assignments, option):
         try:
             prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None)
             notes += [*prepared.plan.warnings, *submit.check(prepared)]
         except ClusterTrainError as e:
+            if _fails_alike(request, e):
+                raise
             raise type(e)(f"with {words(values)}: {e.message}", fix=e.fix) from e
         tasks.append(Task(prepared, values))
     first = tasks[0].prepared
@@ -198,6 +199,15 @@ def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple
     _refuse_equal(tasks, option)
     _refuse_other_resources(tasks, option)
     return tasks, [*dict.fromkeys(notes), *first.backend.advice(first.spec.job.partition)]
+
+
+def _fails_alike(request: SubmitRequest, error: ClusterTrainError) -> bool:
+    """Whether the request fails so without any values of the grid: then they are not at fault."""
+    try:
+        submit.check(prepare(request))
+    except ClusterTrainError as e:
+        return e.message == error.message
+    return False
 
 
 def _refuse_unread(tasks: Sequence[Task]) -> None:

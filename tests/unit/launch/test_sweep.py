@@ -182,10 +182,16 @@ def test_a_key_that_only_some_runs_go_by_is_told_once(sweep: Sweep, tmp_path: Pa
 
 def test_what_is_wrong_with_the_file_is_not_of_the_first_runs_values(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("[model")
-    for target in ("missing.toml", "odd.toml"):
+    (tmp_path / "key.toml").write_text("[train]\nstpes = 3\n")
+    (tmp_path / "data.toml").write_text('[data]\npath = "empty"\n')
+    (tmp_path / "empty").mkdir()
+    for target in ("missing.toml", "odd.toml", "key.toml", "data.toml"):
         with pytest.raises((UsageError, ConfigError)) as e:
             sweep("train.seed=1,2", target=target)
-        assert "with train.seed" not in str(e.value) and target in str(e.value)
+        assert "with train.seed" not in str(e.value)
+        assert target in str(e.value) or target == "data.toml"
+    with pytest.raises(ConfigError, match=r"^--set: unknown key 'train\.stpes'"):
+        sweep("train.seed=1,2", assignments=("train.stpes=3",))
 
 
 def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
