@@ -1,15 +1,17 @@
-"""What can be told of a recipe's data before the queue. Nothing of it is read but an index, sizes and names."""
+"""What can be told of a recipe's data before the queue. Only an index, headers, sizes and names are read of it."""
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clustertrain.errors import ConfigError
 from clustertrain.launch.request import Prepared
-from clustertrain.spec import shards, slices
-from clustertrain.spec.data import DataKind
+from clustertrain.spec import images, shards, slices
+from clustertrain.spec.data import DIGITS, DataKind
+from clustertrain.spec.images import Known
 from clustertrain.spec.recipe import Recipe
 
 
@@ -33,6 +35,39 @@ def check(prepared: Prepared) -> str | None:
         if prepared.backend.name == "local":
             raise ConfigError(f"data.{key} = {str(path)!r}: no such file or folder", fix="give one that is there")
         return f"data.{key} = {str(path)!r} is not there on this machine; every node of the job must see it"
+    return None
+
+
+def epoch(prepared: Prepared) -> str | None:
+    """A note where a global batch is more than all samples to learn from, as far as their number is known here."""
+    recipe, batch = prepared.spec.recipe, prepared.plan.batch.global_batch
+    samples = _samples(recipe) if prepared.spec.script is None else None
+    if samples is None:
+        return None
+    about = "about " if recipe.data.validation else ""
+    samples = round(samples * (1 - recipe.data.validation))
+    if batch <= samples:
+        return None
+    return (
+        f"train.global_batch = {batch} is more than all samples of {recipe.data.words}, {about}{samples}: each step "
+        "learns from some of them more than once, and is more than an epoch"
+    )
+
+
+def _samples(recipe: Recipe) -> int | None:
+    """How many there are, with those kept apart; None where that takes more than a look."""
+    kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
+    if kind == "images" or (kind == "pairs" and data.path == DIGITS):
+        found = _arrays(path) if path is not None and path.is_file() else images.KNOWN.get(data.path)
+        return found.samples if found is not None else None
+    if path is None or not path.exists() or data.pack:
+        return None
+    if kind == "tokens":
+        counts = [shard.tokens for shard in shards.read_index(path).shards]
+        known = [n for n in counts if n is not None]
+        return (sum(known) - 1) // data.seq_len if len(known) == len(counts) else None
+    if kind in ("text", "pairs") and path.is_file():
+        return min(path.stat().st_size, data.max_bytes) // recipe.tokens_per_sample
     return None
 
 
@@ -62,12 +97,37 @@ def _text(path: Path, said: str, recipe: Recipe) -> None:
         raise ConfigError(f"{said}: no file fits data.pattern = {pattern!r}", fix="give the pattern of its files")
 
 
+def _arrays(path: Path) -> Known:
+    """What the header of the images in an ``.npz`` file says.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from numpy.lib import format as npy  # not at the top: it costs more than the rest of the command line
+
+    try:
+        with zipfile.ZipFile(path) as file, file.open("images.npy") as array:
+            version = npy.read_magic(array)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, _ = read(array)
+        count, _, _, channels = shape
+    except (KeyError, ValueError, zipfile.BadZipFile) as e:
+        raise ConfigError(
+            f"data.path = {str(path)!r}: not an .npz file with images (count, height, width, channels): {e}",
+            fix="make it with numpy.savez(path, images=..., labels=...)",
+        ) from e
+    return Known(channels, None, count)
+
+
 def _images(path: Path, said: str, recipe: Recipe) -> None:
+    key = "path" if path == recipe.data_path else "validation_path"
     if not path.is_dir():
+        images.check(recipe, key, _arrays(path))
         return
     classes = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
     if not classes:
         raise ConfigError(f"{said}: no images in folders of classes below it", fix="make a folder for each class")
+    images.check(recipe, key, Known(3, len(classes)))
     if path == (recipe.validation_path or recipe.data_path):
         try:
             slices.check(recipe, classes)

@@ -20,12 +20,12 @@ from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
 from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec import cluster, in_use, presets
+from clustertrain.spec import cluster, images, in_use, places, presets
 from clustertrain.spec.agreement import check_contract
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.in_use import Only
 from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.recipe import Recipe, RehearsalSpec
 from clustertrain.spec.script_keys import of_trainer
 from clustertrain.spec.strict import assigned, build, read_toml, set_dotted, value_of
 from clustertrain.spec.walk import parts_of, type_at
@@ -114,15 +114,14 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
     recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
     if script is None:
         check_contract(recipe, source)
+        images.check_built_in(recipe)
+    if recipe.checkpoint.remote:
+        places.storage_class(recipe.checkpoint.remote)
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)
     _refuse_late_profile(spec)
-    if recipe.rehearsal.preempt_at_steps and backend.name != "local":
-        raise ConfigError(
-            "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
-            fix="use --backend local, or leave the table out",
-        )
+    notes = [*in_use.notes(unread, recipe), *_rehearsed(spec)]
     searched = _searched(request, recipe)
     prepared = Prepared(
         spec=spec,
@@ -134,7 +133,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         searched=searched,
         unread=tuple(key for key, _ in in_use.written(typed) if key in unread),
     )
-    return _noted(_count(request, prepared), in_use.notes(unread, recipe))
+    return _noted(_count(request, prepared), notes)
 
 
 def _typed(request: SubmitRequest) -> list[tuple[str, Any]]:
@@ -224,13 +223,40 @@ def _refuse_other_encodings(spec: RunSpec) -> None:
 
 
 def _refuse_late_profile(spec: RunSpec) -> None:
-    """A script has steps of its own."""
+    """What its last step would tell, where the time of a step goes, would be missing. A script has steps of its own."""
     steps, profiled = spec.recipe.train.steps, spec.recipe.profiled_steps
-    if spec.script is None and profiled and profiled[0] >= steps:
+    if spec.script is None and profiled and profiled[-1] >= steps:
+        which = "begins" if profiled[0] >= steps else "ends"
         raise ConfigError(
-            f"train.profile = {spec.recipe.train.profile!r} begins behind the last of train.steps = {steps}",
-            fix="name earlier steps, as --profile steps=10:20",
+            f"train.profile = {spec.recipe.train.profile!r} {which} behind the last of train.steps = {steps}",
+            fix=f"name steps up to {steps}, as --profile steps={max(0, steps - 10)}:{steps}",
         )
+
+
+def _rehearsed(spec: RunSpec) -> list[str]:
+    """Notes on what of ``[rehearsal]`` has no effect.
+
+    Raises:
+        ConfigError: preemptions that would never come.
+    """
+    asked, steps = spec.recipe.rehearsal, spec.recipe.train.steps
+    if spec.job.backend != "local":
+        if asked.preempt_at_steps:
+            raise ConfigError(
+                "rehearsal.preempt_at_steps: only the local backend delivers preemptions on purpose",
+                fix="use --backend local, or leave the table out",
+            )
+        changed = asked.grace_s != RehearsalSpec().grace_s
+        said = "rehearsal.grace_s has no effect: it is the local backend's, and the cluster's own counts here"
+        return [said] if changed else []
+    late = [step for step in asked.preempt_at_steps if step >= steps]
+    if late and spec.script is None:
+        raise ConfigError(
+            f"rehearsal.preempt_at_steps: step {late[0]} is not before train.steps = {steps}, so that it would never "
+            "be preempted there",
+            fix="name earlier steps",
+        )
+    return []
 
 
 def _entries(recipe: Recipe) -> dict[str, str]:

@@ -111,7 +111,7 @@ def check(prepared: Prepared) -> list[str]:
     found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
-    found += [data.check(prepared), _crowding(prepared), script_note(prepared)]
+    found += [data.check(prepared), data.epoch(prepared), _crowding(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
     if prepared.spec.script is None:
@@ -123,10 +123,8 @@ def check(prepared: Prepared) -> list[str]:
 
 
 def _check_places(prepared: Prepared) -> str | None:
-    """Of where checkpoints are copied to, as much as can be told from here. Nothing is asked of an object store."""
+    """Of the nodes' own folder for checkpoints, as much as can be told from here."""
     asked = prepared.spec.recipe.checkpoint
-    if asked.remote:
-        places.storage_class(asked.remote)
     if not asked.local or prepared.backend.name != "local":
         return None
     try:

@@ -78,9 +78,10 @@ def layout(choice: Choice) -> None:
     choice.warnings += notes.of_layout(chosen, recipe.parallel, job.nodes)
     if given.spec.script is not None or recipe.model.entry:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
-        choice.warnings += notes.of_unseen_model(chosen, whose)
+        choice.warnings += notes.of_unseen_model(chosen, whose, counted=given.own is not None)
     choice.warnings += checks.of_device(given.precision, recipe.parallel, chosen, given.device, given.gpu)
     if given.spec.script is None:
+        choice.warnings += notes.of_channels_last(recipe)
         if recipe.objective.label_smoothing and chosen.tp > 1 and recipe.parallel.loss_parallel:
             counted_too = "in the estimate" if given.decoder is not None else "not estimated"
             choice.reasons.append(
@@ -113,6 +114,8 @@ def count(choice: Choice) -> None:
     choice.reasons.append(counts.words(given.own, name, choice.layout, choice.batch.micro_batch))
     warning = counts.warning(given.own, choice.memory, given.limit, choice.layout)
     choice.warnings += [warning] if warning else []
+    if not given.own.units:
+        choice.warnings += notes.without_layers(choice.layout, given.spec.recipe.parallel, name)
 
 
 def memory(choice: Choice) -> None:

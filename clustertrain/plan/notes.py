@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clustertrain.plan import pipeline
 from clustertrain.plan.layout import Batch, Layout, counted
+from clustertrain.spec import agreement
 from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.parallel import ParallelSpec
@@ -35,11 +36,37 @@ def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
         (layout.pp, "has no stages (pp)", ("schedule", "virtual_stages", "split")),
     ):
         why |= dict.fromkeys(names, what) if degree == 1 else {}
+    if layout.tp > 1 and not layout.sequence_parallel:
+        why["async_tp"] = "has parallel.sequence_parallel = false, and so no all-gather that would overlap"
     return [
         f"parallel.{name} has no effect: {layout.words()} {what}"
         for name, what in why.items()
         if getattr(parallel, name) != getattr(default, name)
     ]
+
+
+def without_layers(layout: Layout, parallel: ParallelSpec, whose: str) -> list[str]:
+    """Of ``whose`` model, which has no list of layers: what is done layer by layer."""
+    asked = {
+        "activation_checkpointing": layout.activation_checkpointing != "none",
+        "activation_offload": parallel.activation_offload,
+        "compile": parallel.compile,
+        "prefetch": parallel.prefetch > 0 and layout.fully_sharded,
+    }
+    return [
+        f"parallel.{name} has no effect: {whose} has no list of layers (nn.ModuleList)"
+        for name, used in asked.items()
+        if used
+    ]
+
+
+def of_channels_last(recipe: Recipe) -> list[str]:
+    """Of a recipe for the trainer."""
+    if not recipe.parallel.channels_last or recipe.model.entry:
+        return []
+    kind = recipe.model.kind
+    why = "which always computes so" if kind == "convnet" else "which has no images"
+    return [f"parallel.channels_last has no effect on a {kind}, {why}: it is for model.entry"]
 
 
 def _why(layout: Layout) -> str:
@@ -48,13 +75,14 @@ def _why(layout: Layout) -> str:
     return "averages gradients with fully_shard, not with DDP" if layout.fully_sharded else "shards no parameters"
 
 
-def of_unseen_model(layout: Layout, whose: str) -> list[str]:
-    """``whose`` model: one that is only made when the run starts, so that nothing here can say how it may be split."""
+def of_unseen_model(layout: Layout, whose: str, *, counted: bool = False) -> list[str]:
+    """``whose`` model: one that is only made when the run starts, so that nothing here can say how it may be split.
+    ``counted``: it was made to be counted, and can be split over tp and pp."""
     needs = [
         need
         for degree, need in (
-            (layout.tp, f"a tp_plan (tp {layout.tp})"),
-            (layout.pp, f"pipeline_units (pp {layout.pp})"),
+            (1 if counted else layout.tp, f"a tp_plan (tp {layout.tp})"),
+            (1 if counted else layout.pp, f"pipeline_units (pp {layout.pp})"),
             (layout.cp, f"SelfAttention (cp {layout.cp})"),
         )
         if degree > 1
@@ -111,6 +139,18 @@ def of_alignment(
     ]
     reasons = [f"multiples of {needed} and not of {best}, which {precision} likes better: {', '.join(fair)}{a_rank}"]
     return reasons if fair else [], warnings if bad else []
+
+
+def of_own_loss(recipe: Recipe) -> list[str]:
+    """Of a model of the user's own that nobody has looked at: what decides may be nothing that is measured."""
+    decides = recipe.deciding_metric
+    name = agreement.missing_with_own_loss(recipe, decides)
+    if not name:
+        return []
+    return [
+        f"contract.metric = {decides!r} is measured only if {recipe.model.entry} has no loss of its own, else the run "
+        f"ends as it starts: name {name!r} in evaluation.metrics"
+    ]
 
 
 def of_patience(recipe: Recipe) -> list[str]:

@@ -106,6 +106,7 @@ def plan(
         recipe = spec.recipe
         choice.warnings += notes.of_budget(recipe.contract, time.step_s, recipe.train.steps, given.world)
         choice.warnings += notes.of_patience(recipe)
+        choice.warnings += notes.of_own_loss(recipe) if counted is None else []
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(
         device=device,

@@ -10,7 +10,7 @@ from clustertrain.spec import slices
 from clustertrain.spec.data import DIGIT_HALF, DIGITS
 from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
 from clustertrain.spec.objective import ObjectiveKind
-from clustertrain.spec.strict import nearest
+from clustertrain.spec.strict import nearest, text_of
 
 if TYPE_CHECKING:
     from clustertrain.spec.recipe import Recipe
@@ -133,6 +133,12 @@ def check_contract(recipe: Recipe, source: str) -> None:
 
 def _contract(recipe: Recipe) -> None:
     contract, validates = recipe.contract, recipe.data.validates
+    if contract.metric in _OF_TRAINING and validates:
+        raise ValueError(
+            f"contract.metric = {contract.metric!r} is one of training, and with data to validate on evaluations "
+            f"decide (evaluation.patience, the best checkpoint, status): name {PREFIX}loss or another one of the "
+            "validation data, or leave that data out"
+        )
     if contract.slices and not validates:
         raise ValueError("contract.slices are of the validation data: set data.validation or data.validation_path")
     for key, scalar in (("contract.metric", contract.metric), ("checkpoint.best", recipe.checkpoint.best)):
@@ -154,6 +160,30 @@ def _measured(recipe: Recipe, key: str, named: str) -> None:
         raise ValueError(f"{key}: name {named.removeprefix(PREFIX)!r} in evaluation.metrics too")
     what = "is none that the evaluation gives" if validates else "is none that is measured without validation data"
     raise ValueError(f"{key} {what}: {nearest(named, [*_OF_TRAINING, *(known if validates else ())])}")
+
+
+def check_own_loss(recipe: Recipe) -> None:
+    """Of a model with a loss of its own, of which nothing is known that could be measured: that what decides is one of
+    ``evaluation.metrics``.
+
+    Raises:
+        ConfigError: it is not, so that no evaluation would give it.
+    """
+    for key, scalar in (("contract.metric", recipe.contract.metric), ("checkpoint.best", recipe.checkpoint.best)):
+        name = missing_with_own_loss(recipe, scalar)
+        if name:
+            raise ConfigError(
+                f"{key} = {scalar!r}: {recipe.model.entry} has a loss of its own, and then only the metrics that are "
+                "named are measured",
+                fix=f"set evaluation.metrics = {text_of([*recipe.evaluation.metrics, name])}, or name {PREFIX}loss",
+            )
+
+
+def missing_with_own_loss(recipe: Recipe, scalar: str) -> str:
+    """The metric behind ``scalar`` where a model's own loss would leave it unmeasured; else empty."""
+    name = scalar.partition(SLICE)[0].removeprefix(PREFIX)
+    open_ = recipe.model.entry and recipe.objective.kind == "auto" and recipe.data.validates
+    return name if open_ and scalar.startswith(PREFIX) and name not in ("loss", *recipe.evaluation.metrics) else ""
 
 
 def _best(recipe: Recipe) -> None:

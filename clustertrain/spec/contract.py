@@ -14,7 +14,7 @@ class ContractSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Kept in the run's record. The budget counts all attempts of the run."""
 
     task: str = ""  # in words
-    metric: str = ""  # decides which checkpoint is best: a logged scalar; "": validation_loss, without one loss
+    metric: str = ""  # decides what is best: a logged scalar, with validation data one of these; "": (validation_)loss
     mode: Mode = "auto"  # auto: max for accuracy, top5 and recall_at_1, else min
     slices: tuple[str, ...] = ()  # of the validation data, where a regression is not acceptable
     target: Target = ""

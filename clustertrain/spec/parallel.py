@@ -26,7 +26,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # Data parallel
     bucket_mib: int = 25  # ddp, zero1: gradients travel in buckets of this size
     static_graph: bool = False  # ddp, zero1: every step uses the same parameters in the same order
-    compress_gradients: bool = False  # ddp: all-reduce in bf16
+    compress_gradients: bool = False  # ddp, zero1: all-reduce in bf16
     # Sharded: reduce after the last micro-batch only; costs one unsharded gradient.
     defer_reduction: bool | Literal["auto"] = "auto"
     prefetch: int = 0  # sharded: units gathered ahead of the running one; 0: torch's own choice

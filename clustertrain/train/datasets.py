@@ -9,7 +9,9 @@ import msgspec
 from torch import nn
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec import images as known
 from clustertrain.spec.data import DIGITS, DataSpec
+from clustertrain.spec.images import Known
 from clustertrain.spec.recipe import Recipe
 from clustertrain.train import entries, held_out
 from clustertrain.train.augment import Augmented
@@ -156,15 +158,7 @@ def _check_filled(dataset: Any, words: str) -> None:
 
 
 def _check_images(dataset: Any, recipe: Recipe, key: str) -> None:
-    spec = recipe.model.convnet
-    if recipe.model.kind != "convnet" or recipe.model.entry:
-        return
-    if dataset.classes > spec.classes or dataset.channels != spec.channels:
-        raise ConfigError(
-            f"data.{key} = {getattr(recipe.data, key)!r} has {dataset.classes} classes and {dataset.channels} "
-            f"channels, the model {spec.classes} and {spec.channels}",
-            fix=f"set model.convnet.classes = {dataset.classes}, model.convnet.channels = {dataset.channels}",
-        )
+    known.check(recipe, key, Known(dataset.channels, dataset.classes))
 
 
 def _check_same_classes(train: Any, validation: Any) -> None:

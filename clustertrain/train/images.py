@@ -14,10 +14,10 @@ import xxhash
 
 from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.spec.data import DIGITS, DataSpec
+from clustertrain.spec.images import SHAPES
 from clustertrain.spec.slices import numbered
 from clustertrain.train.seeds import derive
 
-SHAPES = "shapes"
 _SIZES = 1000  # files of a folder whose sizes are in its version
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec import agreement
 from clustertrain.spec.recipe import ModelSpec, Recipe
 from clustertrain.train import entries, losses
 from clustertrain.train.convnet import ConvNet
@@ -45,18 +46,31 @@ def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
     """
     spec = recipe.model
     made = model(spec, to_look_at=to_look_at)
-    own: Any = getattr(made, "loss", None) if spec.entry else None
-    # A kind that is named wins over what the module brings with it.
-    own_loss = callable(own) and recipe.objective.kind == "auto"
-    if own_loss and recipe.objective.label_smoothing:
+    own = own_loss(recipe, made)
+    limits = limits_of(recipe, made, own_loss=own is not None)
+    data = datasets(recipe, limits)
+    return Task(made, data.train, losses.objective(recipe) if own is None else own, data.validation, limits)
+
+
+def own_loss(recipe: Recipe, made: nn.Module) -> Loss | None:
+    """What the module ``made`` by an entry brings with it; None where it brings none, or ``recipe`` names a kind, which
+    wins over it.
+
+    Raises:
+        ConfigError: a key that has no effect with it, or that names what is not measured then.
+    """
+    found: Any = getattr(made, "loss", None)
+    if not (recipe.model.entry and callable(found) and recipe.objective.kind == "auto"):
+        return None
+    if recipe.objective.label_smoothing:
         raise ConfigError(
             f"objective.label_smoothing = {recipe.objective.label_smoothing:g} has no effect with the loss of "
-            f"{spec.entry}",
+            f"{recipe.model.entry}",
             fix='remove it, or set objective.kind = "cross-entropy"',
         )
-    limits = limits_of(recipe, made, own_loss=own_loss)
-    data = datasets(recipe, limits)
-    return Task(made, data.train, own if own_loss else losses.objective(recipe), data.validation, limits)
+    agreement.check_own_loss(recipe)
+    own: Loss = found
+    return own
 
 
 def model(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:

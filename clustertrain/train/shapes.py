@@ -93,15 +93,16 @@ def _size(module: nn.Module, *, recurse: bool = True) -> int:
     return sum(p.numel() for p in module.parameters(recurse))
 
 
-def look(recipe: Recipe, step: Step | None, split: Split = Split()) -> Counted:
-    """Count the model, check that it can be split, and trace it where ``step`` is given. A step that cannot be traced is no error: ``untraced``
-    says why.
+def look(recipe: Recipe, step: Step | None, split: Split) -> Counted:
+    """Count the model, check that it can be split, and trace it where ``step`` is given. A step that cannot be traced
+    is no error: ``untraced`` says why.
 
     Raises:
         ConfigError, or whatever the user's code raises: the model cannot be built, or not be split.
     """
     what = models.task(recipe, to_look_at=True) if step is not None else None
     model = what.model if what is not None else models.model(recipe.model, to_look_at=True)
+    models.own_loss(recipe, model)  # refuses what does not go with it
     found = count(model, recipe.optim)
     check_split(model, split, recipe.parallel.split)
     if what is None or step is None:

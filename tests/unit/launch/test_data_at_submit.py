@@ -96,6 +96,50 @@ def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
         data_here.check(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
 
 
+def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> None:
+    for name in ("cats", "dogs", "owls"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+    np.savez(tmp_path / "grey.npz", images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.zeros(5, int))
+    (tmp_path / "text.npz").write_text("no arrays")
+    net = {"kind": "convnet", "convnet.classes": 2}
+    with pytest.raises(ConfigError, match=r"pets' and model.convnet: the images have classes 3, not 2"):
+        data_here.check(prepared(tmp_path, data={"path": "pets"}, model=net))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*grey.npz' .* channels 1, not 3"):
+        data_here.check(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
+    with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
+        data_here.check(prepared(tmp_path, data={"path": "text.npz"}, model=net))
+    assert data_here.check(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1})) is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "samples"),
+    [
+        ({"model": {"kind": "convnet", "convnet.channels": 1}, "data": {"path": "digits"}}, "1797"),
+        (
+            {"model": {"kind": "convnet", "convnet.channels": 1}, "data": {"path": "digits", "validation": 0.5}},
+            "about 898",
+        ),
+        ({"model": {"kind": "convnet"}, "data": {"path": "few.npz"}}, "5"),
+        ({"model": {"kind": "two-tower"}, "data": {"path": "digits", "seq_len": 32}}, "1797"),
+        ({"data": {"path": "a.txt", "seq_len": 100}}, "40"),
+        ({"data": {"kind": "tokens", "path": "shards", "seq_len": 100}, "model": {"vocab_size": 300}}, "2"),
+    ],
+)
+def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any], samples: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "few.npz", images=np.zeros((5, 8, 8, 3), np.uint8), labels=np.zeros(5, int))
+    (tmp_path / "a.txt").write_text("a" * 4096)
+    shards(tmp_path)
+    note = data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 2048}))
+    assert note is not None and note.startswith("train.global_batch = 2048 is more than all samples of data.path")
+    assert f", {samples}: each step" in note
+    if samples not in ("2", "5"):
+        assert data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
+
+
+def test_where_the_number_of_samples_is_not_known_nothing_is_said(tmp_path: Path) -> None:
+    assert data_here.epoch(prepared(tmp_path, train={"global_batch": 2**20})) is None
+
+
 def package(folder: Path, name: str) -> None:
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text("def make(): ...\n")

@@ -214,16 +214,53 @@ def test_a_bad_time_limit_is_refused_at_submit(limit: str, ask: Prepare) -> None
 def test_rehearsed_preemptions_are_for_the_local_backend(ask: Prepare) -> None:
     with pytest.raises(ConfigError, match="--backend local"):
         ask(assignments=("rehearsal.preempt_at_steps=[5]",))
-    made = ask(assignments=("rehearsal.preempt_at_steps=[5]",), job={"backend": "local", "device": "cpu"})
+    local = {"backend": "local", "device": "cpu"}
+    made = ask(assignments=("rehearsal.preempt_at_steps=[5]",), job=local)
     assert made.spec.recipe.rehearsal.preempt_at_steps == (5,)
+    with pytest.raises(ConfigError, match=r"step 200 is not before train\.steps = 200"):
+        ask(assignments=("rehearsal.preempt_at_steps=[5, 200]",), job=local)
+    (note,) = (w for w in ask(assignments=("rehearsal.grace_s=3",)).plan.warnings if "rehearsal" in w)
+    assert "rehearsal.grace_s has no effect: it is the local backend's" in note
+    assert not any("rehearsal" in w for w in ask(assignments=("rehearsal.grace_s=3",), job=local).plan.warnings)
 
 
 def test_a_profile_that_no_step_would_reach(ask: Prepare, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'7:9' begins behind the last of train\.steps = 7"):
         ask(assignments=("train.steps=7", 'train.profile="7:9"'))
-    assert ask(assignments=("train.steps=7", 'train.profile="6:9"')).spec.recipe.profiled_steps == range(6, 9)
+    with pytest.raises(ConfigError, match=r"'5:9' ends behind the last of train\.steps = 7") as e:
+        ask(assignments=("train.steps=7", 'train.profile="5:9"'))
+    assert e.value.fix == "name steps up to 7, as --profile steps=0:7"
+    assert ask(assignments=("train.steps=7", 'train.profile="5:7"')).spec.recipe.profiled_steps == range(5, 7)
     (tmp_path / "train.py").touch()  # has steps of its own
     assert ask("train.py", assignments=('train.profile="700:900"',)).spec.script is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "convnet", "said", "fix"),
+    [
+        ("digits", "", "data.path = 'digits' and model.convnet: the images have channels 1, not 3", "channels = 1"),
+        ("digits", "channels = 1\nclasses = 4", "have classes 10, not 4", "set model.convnet.classes = 10"),
+        ("shapes", "channels = 1", "data.path = 'shapes' and .* channels 3, not 1", "set model.convnet.channels = 3"),
+        ("", "classes = 2", "data.path = '' and .* classes 10, not 2", "classes = 10"),
+    ],
+)
+def test_a_convnet_for_other_images(path: str, convnet: str, said: str, fix: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text(
+        f'[data]\npath = "{path}"\n[model]\nkind = "convnet"\n[model.convnet]\n{convnet}'
+    )
+    with pytest.raises(ConfigError, match=said) as e:
+        ask("net.toml")
+    assert fix in str(e.value.fix)
+
+
+def test_more_classes_than_the_images_have_are_no_error(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text('[model]\nkind = "convnet"\n[model.convnet]\nclasses = 12\n')
+    assert ask("net.toml").spec.recipe.model.convnet.classes == 12
+
+
+def test_a_url_of_no_known_protocol_is_refused_by_plan_too(ask: Prepare) -> None:
+    with pytest.raises(ConfigError, match="fsspec knows no protocol foo://"):
+        ask(assignments=("checkpoint.remote=foo://x",))
 
 
 def test_bad_environment_names_are_refused_before_anything_is_made(ask: Prepare, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from clustertrain.spec.contract import ContractSpec
 from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
+from clustertrain.spec.strict import build
 
 DDP = Layout(strategy="ddp", dp_replicate=4)
 FSDP = Layout(strategy="fsdp", dp_shard=4)
@@ -55,6 +56,8 @@ def planned(
             ["sequence_parallel", "context", "split"],
         ),
         (Layout(tp=2, pp=2), {"sequence_parallel": False, "schedule": "1f1b"}, []),
+        (Layout(tp=2, sequence_parallel=False), {"async_tp": True, "compile": True}, ["async_tp"]),
+        (Layout(tp=2, sequence_parallel=True), {"async_tp": True, "compile": True}, []),
     ],
 )
 def test_options_of_other_layouts_have_no_effect(layout: Layout, options: dict[str, Any], unused: list[str]) -> None:
@@ -68,6 +71,43 @@ def test_the_notes_reach_the_plan() -> None:
     (note,) = planned({"nodes": 1, "dp_replicate": 2, "dp_shard": 4}).warnings
     assert "hybrid-shard 2 x 4 inside one node" in note
     assert planned({"dp_replicate": 2, "dp_shard": 8}).warnings == ()
+
+
+def test_the_order_of_convolutions_is_for_images_of_ones_own_model() -> None:
+    def noted(**model: Any) -> list[str]:
+        recipe = Recipe(model=ModelSpec(**model), parallel=ParallelSpec(channels_last=True))
+        return notes.of_channels_last(recipe)
+
+    assert noted(entry="mine:make") == []
+    assert noted(kind="convnet") == [
+        "parallel.channels_last has no effect on a convnet, which always computes so: it is for model.entry"
+    ]
+    assert planned({"layout": "ddp", "gpu_type": "h100"}, parallel={"channels_last": True}).warnings == tuple(noted())
+    assert planned({}, parallel={"channels_last": True}, script=True).warnings == ()
+
+
+def test_what_is_done_layer_by_layer_on_a_model_that_has_none() -> None:
+    parallel = ParallelSpec(compile=True, prefetch=2)
+    full = Layout(strategy="fsdp", dp_shard=4, activation_checkpointing="full")
+    said = notes.without_layers(full, parallel, "mine:make")
+    assert [note.partition(" has no effect")[0] for note in said] == [
+        "parallel.activation_checkpointing",
+        "parallel.compile",
+        "parallel.prefetch",
+    ]
+    assert said[0].endswith("mine:make has no list of layers (nn.ModuleList)")
+    assert notes.without_layers(DDP, ParallelSpec(), "mine:make") == []
+
+
+def test_what_decides_may_be_nothing_that_a_loss_of_the_models_own_gives() -> None:
+    def noted(metric: str, **tables: Any) -> list[str]:
+        of = {"contract": {"metric": metric}, "model": {"entry": "mine:make"}, "data": {"validation": 0.1}, **tables}
+        return notes.of_own_loss(build(of, Recipe, "recipe"))
+
+    (note,) = noted("validation_accuracy")
+    assert "only if mine:make has no loss of its own" in note and "name 'accuracy' in evaluation.metrics" in note
+    assert noted("validation_accuracy", evaluation={"metrics": ["accuracy"]}) == [] == noted("validation_loss")
+    assert noted("validation_accuracy", objective={"kind": "cross-entropy"}) == []
 
 
 def test_what_a_model_must_have_that_nothing_here_has_seen() -> None:

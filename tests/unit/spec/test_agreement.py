@@ -106,7 +106,9 @@ def test_which_value_is_the_best_follows_from_the_contract() -> None:
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_each_row_has_may_decide(name: str) -> None:
-    assert recipe(contract={"metric": name}, data={"validation": 0.1}).deciding_metric == name
+    assert recipe(contract={"metric": name}).deciding_metric == name
+    with pytest.raises(ConfigError, match=f"metric = '{name}' is one of training, .*name validation_loss"):
+        recipe(contract={"metric": name}, data={"validation": 0.1})
     recipe(checkpoint={"keep_best": 1, "best": name})
 
 

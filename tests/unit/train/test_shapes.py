@@ -58,6 +58,10 @@ class Asks(Net):
     def forward(self, tokens):
         return super().forward(tokens) * (2.0 if tokens.sum().item() else 1.0)
 
+class Judged(Valued):
+    def loss(self, output, target):
+        return output.mean()
+
 def fails():
     raise KeyError("no such width")
 
@@ -75,6 +79,9 @@ def _nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     sys.modules.pop("counted_nets", None)
+
+
+JUDGED = {"entry": "counted_nets:Judged"}
 
 
 def request(entry: str, **step: Any) -> dict[str, Any]:
@@ -120,6 +127,11 @@ def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> N
     [
         ({"optim": {"layer_decay": 0.8}}, {}, "layer_decay = 0.8: Valued has no list of layers"),
         ({"optim": {"freeze": ["layrs"]}}, {}, "optim.freeze: no module with parameters fits 'layrs'"),
+        (
+            {"contract": {"metric": "validation_accuracy"}, "data": {"validation": 0.1}, "model": JUDGED},
+            {},
+            "contract.metric = 'validation_accuracy': counted_nets:Judged has a loss of its own",
+        ),
         ({}, {"tp": 2}, "tp 2: Valued has no tp_plan"),
         ({}, {"stages": 2}, "Valued cannot be cut into pipeline stages"),
     ],
