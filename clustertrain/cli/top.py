@@ -47,16 +47,21 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     from clustertrain.report.live import Live
     from clustertrain.run.folder import readable
 
-    live = Live(run)
+    live, code = Live(run), 0
     try:
         with readable():
-            return _shown(live, as_json, once, interval)
+            code = _shown(live, as_json, once, interval)
     except KeyboardInterrupt:
-        return 0
+        pass
     except BrokenPipeError:  # `top | head`
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains
-        return 0
+    if not live.close():
+        # The scheduler gives no answer. Its thread must not be in native code, which may be loading a library, while
+        # the interpreter is taken down: a segmentation fault was once the end of this command.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _shown(live: Live, as_json: bool, once: bool, interval: float) -> int:

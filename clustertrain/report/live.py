@@ -31,6 +31,7 @@ from clustertrain.telemetry.segments.store import GpuFacts
 
 GIB = 1 << 30
 LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take
+CLOSE_S = 1.0  # a look takes a tenth of that, where the scheduler answers
 METRICS_BYTES, EVENTS_BYTES = 16384, 32768
 MOST_EVENTS = 50
 NODES_A_SECOND = 16  # of which the files are looked at: a run of a thousand nodes must not load the filesystem
@@ -136,6 +137,10 @@ class Live:
         running = seen is None or seen.state == "running"
         return frame if self._attempt is None else self._attempt.added(frame, now, running)
 
+    def close(self) -> bool:
+        """Whether the question to the scheduler that was under way, if any, is over: waits :data:`CLOSE_S` at most."""
+        return self._slow.over(CLOSE_S)
+
 
 def _newest_attempt(run: RunDir) -> AttemptDir | None:
     found = run.attempts()
@@ -183,6 +188,12 @@ class _Slowly:
         if self._refused is not None:
             raise self._refused
         return self._found
+
+    def over(self, timeout_s: float) -> bool:
+        """Whether nothing is being asked, after waiting so long for it."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _once(self) -> None:
         begin = clock.monotonic()

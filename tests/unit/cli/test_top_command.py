@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,14 +47,14 @@ def called(env: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
 class Terminal:
     """A process in a terminal of its own."""
 
-    def __init__(self, env: dict[str, str], columns: int, rows: int, *argv: str) -> None:
+    def __init__(self, env: dict[str, str], columns: int, rows: int, *argv: str, command: Sequence[str] = CLI) -> None:
         self.fd, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(child)
         self.seen, self.child = "", child
         env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            ["setsid", "-c", "-w", *INTERRUPTIBLE, *CLI, *argv], stdin=child, stdout=child, stderr=child, env=env
+            ["setsid", "-c", "-w", *INTERRUPTIBLE, *command, *argv], stdin=child, stdout=child, stderr=child, env=env
         )
 
     def read(self, timeout_s: float = 0.1) -> None:
@@ -132,6 +132,37 @@ def test_a_signal_leaves_and_the_run_goes_on(small: Terminal, env: dict[str, str
     assert small.left_as_found()
     assert "Traceback" not in small.seen
     assert json.loads(called(env, "--once", "--json").stdout)["state"] == "running"
+
+
+# `top` with a scheduler that takes so many seconds; says which threads it leaves to the interpreter's end.
+SLOW = """
+import atexit, sys, threading, time
+from clustertrain.cli.main import main
+from clustertrain.report import live
+
+def slow(run, seconds=float(sys.argv.pop(1)), look=live.look):
+    time.sleep(seconds)
+    return look(run)
+
+live.look = slow
+atexit.register(lambda: print("left:", [t.name for t in threading.enumerate()]))
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("answer_s", "left"), [(0.5, ["left: ['MainThread']"]), (60, [])])
+def test_the_interpreter_does_not_end_under_a_question_to_the_scheduler(
+    env: dict[str, str], answer_s: float, left: list[str]
+) -> None:
+    terminal = Terminal(env, 80, 24, command=[sys.executable, "-c", SLOW, str(answer_s), "top"])
+    try:
+        terminal.wait_for("gpu-node-00")
+        terminal.press("q")
+        assert terminal.ended() == 0
+        assert terminal.left_as_found()
+        assert re.findall(r"left: .*\]", terminal.seen) == left
+    finally:
+        terminal.close()
 
 
 def test_a_large_terminal_shows_all_and_follows_its_size(env: dict[str, str]) -> None:
