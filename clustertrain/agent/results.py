@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +12,13 @@ from typing import Any
 from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
-# Which kind of failure explains the others: a rank that raised makes its peers' collectives fail.
-_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "hang", "communication")
+# Which kind of failure explains the others: a rank that raised or crashed makes its peers' collectives fail.
+_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "communication")
 # torchrun says so when it had started the ranks and they died: then they explain the failure, not torchrun.
 _RANKS_DIED = "ChildFailedError"
+_DIED_OF = re.compile(r"\brank +: (\d+)\b.*\n +exitcode +: -(\d+)\b")
+# What a process does to itself. Not SIGABRT: NCCL's watchdog aborts a rank whose peer is gone.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
 
 
@@ -22,8 +27,8 @@ class NodeResult:
     node: str
     node_rank: int
     ending: str  # completed, stopped, failed
-    # Of a failure: environment, out_of_memory, user_error, device, storage, hang, communication, launcher, killed or
-    # unknown.
+    # Of a failure: environment, out_of_memory, user_error, device, storage, hang, crashed, communication, launcher,
+    # killed or unknown.
     kind: str | None
     exit_code: int
     step: int | None
@@ -50,11 +55,13 @@ def judge(
     records: Mapping[int, Mapping[str, Any]],
     log_tail: str | None = None,
 ) -> NodeResult:
-    """One verdict for the node. A rank without a record was killed; "completed" needs all of them.
+    """One verdict for the node. A rank without a record crashed or was killed; "completed" needs all of them.
 
-    ``log_tail`` is the end of what torchrun printed: where it failed before any rank began, nothing else tells why.
+    ``log_tail`` is the end of what torchrun printed: where it failed before any rank began, nothing else tells why, nor
+    does anything else tell of what a rank without a record died.
     """
-    full = [records.get(r) or {"rank": r, "ending": "failed", "kind": "killed", "error": None} for r in ranks]
+    crashes = _crashes(log_tail or "")
+    full = [records.get(r) or _without_record(r, crashes.get(r)) for r in ranks]
     endings = {str(r["ending"]) for r in full}
     steps = [int(r["step"]) for r in full if r.get("step") is not None]
     committed = [int(r["committed_step"]) for r in full if r.get("committed_step") is not None]
@@ -85,6 +92,18 @@ def judge(
     message = f"rank {culprit['rank']} on {node}: {said}"
     code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
     return NodeResult(ending="failed", kind=kind, exit_code=code, message=message, **common)
+
+
+def _crashes(tail: str) -> dict[int, str]:
+    """The signal's name, by rank."""
+    found = {int(rank): int(number) for rank, number in _DIED_OF.findall(tail)}
+    return {rank: signal.Signals(number).name for rank, number in found.items() if number in _CRASHES}
+
+
+def _without_record(rank: int, crash: str | None) -> dict[str, Any]:
+    error = {"type": crash, "message": f"the stacks of its threads are at the end of logs/rank-{rank}.log"}
+    kind = "killed" if crash is None else "crashed"
+    return {"rank": rank, "ending": "failed", "kind": kind, "error": None if crash is None else error}
 
 
 def _launcher_failure(tail: str) -> tuple[str, str] | None:

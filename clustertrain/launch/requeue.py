@@ -109,7 +109,7 @@ def _stopped(e: Evidence) -> Verdict:
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
-UNEXPLAINED = frozenset({"killed", "device", "storage", "launcher"})
+UNEXPLAINED = frozenset({"crashed", "killed", "device", "storage", "launcher"})
 _SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
 
 

@@ -169,6 +169,20 @@ def test_the_users_error_is_told_and_not_repeated(submitted: Callable[..., Run],
     assert "ValueError" in run.call("logs", run.id, "--rank", "1").stdout
 
 
+def test_a_rank_that_crashes_is_told_with_where_its_stacks_are(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    script = tmp_path / "crashing.py"
+    script.write_text(
+        "import os, signal\nimport torch.distributed as dist\nimport clustertrain as ct\nwith ct.session():\n"
+        "    if dist.get_rank() == 1:\n        os.kill(os.getpid(), signal.SIGSEGV)\n    dist.barrier()\n"
+    )
+    run = submitted(*PAIR, "--max-requeues", "0", str(script))
+    status = run.wait_until_final()
+    assert (status["state"], run.endings()) == ("failed", ["unknown"])
+    assert "SIGSEGV" in status["attempts"][0]["reason"] and "logs/rank-1.log" in status["attempts"][0]["reason"]
+    log = run.call("logs", run.id, "--rank", "1").stdout
+    assert "Fatal Python error: Segmentation fault" in log and "crashing.py" in log
+
+
 def test_a_time_limit_that_the_ranks_overrun_is_survived(submitted: Callable[..., Run], tmp_path: Path) -> None:
     # The first start does not hear of the limit. It is ended by force while a requeue is still accepted.
     script = tmp_path / "late.py"

@@ -43,6 +43,46 @@ def test_a_rank_that_left_a_record_counts_more_than_the_log() -> None:
     assert result.message == "rank 0 on a: ValueError: no"
 
 
+CRASHED = """
+Failures:
+[0]:
+  time      : 2026-11-23_10:00:00
+  host      : a
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 17)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 17
+------------------------------------------------------------
+Root Cause (first observed failure):
+[1]:
+  time      : 2026-11-23_10:00:00
+  host      : a
+  rank      : 1 (local_rank: 1)
+  exitcode  : -11 (pid: 18)
+  error_file: <N/A>
+  traceback : Signal 11 (SIGSEGV) received by PID 18
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError
+"""
+
+
+@pytest.mark.parametrize(
+    ("peer", "told"),
+    [
+        (None, "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
+        ("communication", "rank 1 on a: SIGSEGV: the stacks of its threads are at the end of logs/rank-1.log"),
+        ("user_error", "rank 0 on a: E: said"),
+    ],
+)
+def test_a_rank_that_crashed_explains_broken_collectives_and_is_explained_by_an_error(
+    peer: str | None, told: str
+) -> None:
+    error = {"type": "E", "message": "said"}
+    records = {0: {"rank": 0, "ending": "failed", "kind": peer, "error": error}} if peer is not None else {}
+    found = judge("a", 0, [0, 1], records, log_tail=CRASHED)
+    assert (found.ending, found.message) == ("failed", told)
+    assert [r["kind"] for r in found.ranks] == [peer or "killed", "crashed"]
+
+
 def test_storage_that_failed_explains_the_broken_collectives() -> None:
     records = {
         r: {"rank": r, "ending": "failed", "kind": kind, "error": {"type": "E", "message": kind}}
