@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import tomli_w
+import torch
 import torch.distributed as dist
 
 from clustertrain import fsio
@@ -189,6 +190,9 @@ def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tup
     os.environ.update(environ)
     # A child of the fork server would start its data workers through a server of its own.
     multiprocessing.set_start_method("fork", force=True)
+    # After the stacks of Python, which faulthandler prints, a rank that crashes prints those of C++.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch counts it among the crashes
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     from clustertrain.train.main import main
