@@ -47,10 +47,13 @@ def one_without_a_compiler() -> None:
     config.cpp.cxx = ("/nowhere/g++",)
 
 
-def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_written(tmp_path: Path) -> None:
-    wanted = Ranks(make_run(tmp_path / "plain" / "run", FSDP, 2, steps=3, micro_batch=2), 2, setup=one_thread)
+@pytest.mark.parametrize("layout", [FSDP, Layout(tp=2)], ids=lambda layout: layout.words())
+def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_written(
+    tmp_path: Path, layout: Layout
+) -> None:
+    wanted = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3, micro_batch=2), 2, setup=one_thread)
     plain = wanted.expect(0).losses()
-    run = make_run(tmp_path / "compiled" / "run", FSDP, 2, steps=3, micro_batch=2, parallel={"compile": True})
+    run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, micro_batch=2, parallel={"compile": True})
     ranks = Ranks(run, 2, setup=one_without_a_compiler).expect(0)
     (failed,) = ranks.events("compile_failed")
     assert failed["why"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
