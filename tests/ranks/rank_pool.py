@@ -6,6 +6,7 @@ thread of OpenMP or autograd is lost in the fork.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -187,6 +188,7 @@ class Ranks:
 
 
 def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tuple[Any, ...], argv: list[str]) -> None:
+    gc.freeze()  # else the collector looks at a million objects of torch, and with that copies the pages they are on
     os.environ.update(environ)
     # A child of the fork server would start its data workers through a server of its own.
     multiprocessing.set_start_method("fork", force=True)
