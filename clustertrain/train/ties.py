@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from clustertrain.checkpoint.state import is_dtensor
 from clustertrain.errors import ConfigError
 
 
@@ -69,4 +69,4 @@ def _tie(same: Sequence[Place]) -> None:
 
 
 def _lies(p: nn.Parameter) -> str:
-    return ", ".join(map(repr, p.placements)) if isinstance(p, DTensor) else "whole"
+    return ", ".join(map(repr, p.placements)) if is_dtensor(p) else "whole"  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from clustertrain.launch import filesystem
 from clustertrain.launch.submit import SubmitRequest, submit
 from tests.fake_slurm.fixture import fake_slurm  # noqa: F401
 
+pytestmark = pytest.mark.long
 # Runs the command line, then writes down every module that is loaded.
 _PROGRAM = """
 import json, pathlib, sys
@@ -135,6 +136,12 @@ def test_the_package_imports_only_the_standard_library() -> None:
     new = json.loads(done.stdout)
     assert "clustertrain" in new
     assert [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names] == ["clustertrain"]
+
+
+def test_the_loop_and_the_session_import_no_dtensor() -> None:
+    """It brings sympy along. Torch imports it with the first optimizer; a script without one starts sooner."""
+    program = "import sys, clustertrain.train.loop; sys.exit('torch.distributed.tensor' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_the_exported_names() -> None:
