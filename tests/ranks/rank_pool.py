@@ -27,7 +27,7 @@ from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.recipe import CheckpointSpec
+from clustertrain.spec.recipe import CheckpointSpec, RehearsalSpec
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # One that is not installed is left out.
@@ -213,7 +213,7 @@ _known: dict[str, str] = {}
 
 def undisturbed(submitted: Path, folder: Path) -> str:
     """The digest in which a submitted run ends where nothing happens to it: its plan and its code with ranks alone,
-    without a scheduler or an agent. Recipes that differ only in when they are saved are run once.
+    without a scheduler or an agent. Recipes that differ only in when they are saved or preempted are run once.
 
     Args:
         submitted: the run's folder.
@@ -221,7 +221,7 @@ def undisturbed(submitted: Path, folder: Path) -> str:
     """
     given = RunDir(submitted)
     spec, plan = load_spec(given), fsio.read_json(given.plan)
-    recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec())
+    recipe = msgspec.structs.replace(spec.recipe, checkpoint=CheckpointSpec(), rehearsal=RehearsalSpec())
     what = repr((recipe, spec.script, plan["layout"], plan["batch"]))
     if what not in _known:
         run = RunDir(folder)
