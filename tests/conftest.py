@@ -16,7 +16,17 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files whose tests share what takes long to make: one worker does all of such a file.
-WHOLE = frozenset({"test_reshape.py", "test_rendered_grid.py", "test_trackers.py"})
+WHOLE = frozenset(
+    {
+        "test_chaos.py",
+        "test_local_backend.py",
+        "test_options.py",
+        "test_rendered_grid.py",
+        "test_reshape.py",
+        "test_storage_tiers.py",
+        "test_trackers.py",
+    }
+)
 
 
 @pytest.hookimpl(wrapper=True)
