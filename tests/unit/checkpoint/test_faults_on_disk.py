@@ -30,6 +30,7 @@ from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.writer import Write
 from clustertrain.errors import CheckpointError
 
+pytestmark = pytest.mark.long
 # The second save replaces the first one at this point alone: it is the one at which there is something to replace.
 POINTS = {
     "before writing": 6,

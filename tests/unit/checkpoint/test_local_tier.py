@@ -25,6 +25,7 @@ from clustertrain.checkpoint.storage import StorageError
 from clustertrain.checkpoint.writer import Write
 
 # Processes that write for the other two import torch.
+pytestmark = pytest.mark.long
 SLOW = [pytest.param(name, marks=pytest.mark.ranks) for name in ("dcp", "torchsnapshot")]
 ENGINES = ["raw", *SLOW]
 ELEMENTS = 2_500_000  # three blocks

@@ -23,6 +23,7 @@ from clustertrain import clock, fsio
 from tests.runs import INTERRUPTIBLE
 from tests.unit.report import live_runs
 
+pytestmark = pytest.mark.long
 CLI = [sys.executable, "-m", "clustertrain", "top"]
 NODES = [f"gpu-node-{i:02}" for i in range(4)]
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|[()][A-Z0-9]|[=>])")
