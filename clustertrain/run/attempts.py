@@ -101,7 +101,32 @@ def _checkpoints(log: Sequence[events.Event]) -> list[int]:
 
 
 def read_all(run: RunDir) -> list[Attempt]:
-    return [read_one(run, a) for a in run.attempts()]
+    """All attempts, oldest first."""
+    return _with_untold_commits([read_one(run, a) for a in run.attempts()], _newest_committed(run))
+
+
+def _newest_committed(run: RunDir) -> int | None:
+    try:
+        return max(run.committed_steps(), default=None)
+    except OSError:  # it would only have added to what the events tell
+        return None
+
+
+def _with_untold_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
+    """Whoever is killed just after a commit cannot tell of it, and the commit counts all the same. What a later attempt
+    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step."""
+    for i, attempt in reversed(list(enumerate(history))):
+        if attempt.first_step is None:
+            newest = newest if attempt.restored_step is None else attempt.restored_step
+            continue
+        if newest is not None and newest >= attempt.first_step:
+            history[i] = msgspec.structs.replace(
+                attempt,
+                committed_step=max(newest, attempt.committed_step or 0),
+                last_step=max(newest, attempt.last_step or 0),
+            )
+        newest = attempt.restored_step
+    return history
 
 
 def charged(run: RunDir) -> list[Attempt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,55 @@ def test_what_was_committed_and_taken_back_is_no_progress(tmp_path: Path) -> Non
     (attempt,) = attempts.read_all(history.run)
     assert (attempt.committed_step, attempt.progressed, attempt.roll_backs) == (None, False, 1)
     assert attempt.last_step == 19
+
+
+def killed_after_a_commit(folder: Path) -> History:
+    """A checkpoint every ten steps; the third is committed, and neither its event nor the last rows are written."""
+    history = History(folder)
+    one = history.attempt(1, 0.0)
+    for step in range(1, 28):
+        one.step(step, 1.0)
+        if step in (10, 20):
+            one.lasting("checkpoint", "stall_s", 1.0, step=step, save_s=1.0)
+    one.write()
+    saved = history.run.checkpoints / "step-00000030"
+    saved.mkdir(parents=True)
+    (saved / "COMMITTED").write_bytes(b"{}")
+    return history
+
+
+def test_a_commit_that_the_kill_left_no_time_to_tell_of_counts(tmp_path: Path) -> None:
+    history = killed_after_a_commit(tmp_path / "run")
+    (attempt,) = attempts.read_all(history.run)
+    assert (attempt.committed_step, attempt.last_step, attempt.progressed) == (30, 30, True)
+
+
+def test_it_is_the_earlier_attempts_even_when_retention_has_taken_the_checkpoint(tmp_path: Path) -> None:
+    history = killed_after_a_commit(tmp_path / "run")
+    two = history.attempt(2, 40.0)
+    two.event("restored", step=30)
+    two.write()
+    history.attempt(3, 41.0).write()  # killed before its first step
+    found = attempts.read_all(history.run)
+    assert [(a.committed_step, a.progressed) for a in found] == [(30, True), (None, False), (None, False)]
+
+    four = history.attempt(4, 50.0)
+    four.event("restored", step=30)
+    for step in range(31, 42):
+        four.step(step, 1.0)
+    four.lasting("checkpoint", "stall_s", 1.0, step=40, save_s=1.0)
+    four.write()
+    shutil.rmtree(history.run.checkpoints)
+    assert [a.committed_step for a in attempts.read_all(history.run)] == [30, None, None, 40]
+
+
+def test_what_lies_there_from_before_the_attempt_is_not_its_own(tmp_path: Path) -> None:
+    history = killed_after_a_commit(tmp_path / "run")
+    two = history.attempt(2, 40.0)
+    two.event("restored", step=30)
+    two.step(31, 1.0)
+    two.write()
+    assert [(a.committed_step, a.progressed) for a in attempts.read_all(history.run)] == [(30, True), (None, False)]
 
 
 def test_files_that_are_not_there_yet_and_the_speed_over_all_of_them(tmp_path: Path) -> None:
