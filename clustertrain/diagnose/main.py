@@ -22,7 +22,7 @@ from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
 from clustertrain.spec.recipe import Recipe
-from clustertrain.train import context, result
+from clustertrain.train import context, models, result
 
 _MODULES = {name: f"clustertrain.diagnose.{name.replace('-', '_')}" for name in CHECKS}
 
@@ -87,8 +87,7 @@ def main() -> int:
         traceback.print_exc()
         tell(error=_blamed(recipe, e), fix="it would fail so on every rank", exit_code=EXIT_CONFIG)
         return EXIT_CONFIG
-    own = bool(recipe.model.entry) and recipe.objective.kind == "auto" and callable(getattr(made.model, "loss", None))
-    subject = dataclasses.replace(subject, own_loss=own)
+    subject = dataclasses.replace(subject, own_loss=models.own_loss(recipe, made.model) is not None)
     del made
     for check in sys.argv[1:]:
         tell(progress=[check, 0, 0])

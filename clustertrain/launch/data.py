@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def _arrays(path: Path) -> Known:
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, _, _ = read(array)
         count, _, _, channels = shape
-    except (KeyError, ValueError, zipfile.BadZipFile) as e:
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise ConfigError(
             f"data.path = {str(path)!r}: not an .npz file with images (count, height, width, channels): {e}",
             fix="make it with numpy.savez(path, images=..., labels=...)",

@@ -116,7 +116,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         check_contract(recipe, source)
         images.check_built_in(recipe)
     if recipe.checkpoint.remote:
-        places.storage_class(recipe.checkpoint.remote)
+        places.check_protocol(recipe.checkpoint.remote)
     spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)

@@ -123,8 +123,11 @@ def check(prepared: Prepared) -> list[str]:
 
 
 def _check_places(prepared: Prepared) -> str | None:
-    """Of the nodes' own folder for checkpoints, as much as can be told from here."""
+    """Of where checkpoints are copied to, and of the nodes' own folder for them, as much as can be told from here.
+    Nothing is asked of an object store."""
     asked = prepared.spec.recipe.checkpoint
+    if asked.remote:
+        places.storage_class(asked.remote)
     if not asked.local or prepared.backend.name != "local":
         return None
     try:

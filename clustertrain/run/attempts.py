@@ -54,7 +54,9 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     record, trouble = documents.read(attempt.record, _RECORD)
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
-    restored = events.last(log, "restored")
+    # Not those of a script's later loops, which take up what an earlier one of the same attempt has left.
+    before = log if first is None else [e for e in log if e["t"] <= first["t"]]
+    restored = events.last(before, "restored")
     checkpoints = _checkpoints(log)
     rows = metrics.newest_row(run, attempt.n)
     steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
@@ -114,12 +116,14 @@ def _newest_committed(run: RunDir) -> int | None:
 
 def _with_untold_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
     """Whoever is killed just after a commit cannot tell of it, and the commit counts all the same. What a later attempt
-    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step."""
+    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step,
+    unless an earlier one has told of it."""
     for i, attempt in reversed(list(enumerate(history))):
         if attempt.first_step is None:
             newest = newest if attempt.restored_step is None else attempt.restored_step
             continue
-        if newest is not None and newest >= attempt.first_step:
+        told = max((a.committed_step or 0 for a in history[:i]), default=0)
+        if newest is not None and newest >= attempt.first_step and newest > told:
             history[i] = msgspec.structs.replace(
                 attempt,
                 committed_step=max(newest, attempt.committed_step or 0),

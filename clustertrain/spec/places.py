@@ -47,6 +47,16 @@ def node_folder(text: str, environ: Mapping[str, str]) -> Path:
     return path
 
 
+def check_protocol(url: str) -> None:
+    """Raises ConfigError where fsspec knows no such protocol as that of ``url``. Whether what it needs is installed is
+    another matter: where a run is only planned it need not be."""
+    try:
+        storage_class(url)
+    except ConfigError as e:
+        if not isinstance(e.__cause__, ImportError):
+            raise
+
+
 def storage_class(url: str) -> Any:
     """fsspec's class for ``url``.
 

@@ -92,6 +92,7 @@ class Sampler:
         self._newest: dict[fields.Pace, array[float]] = {}
         self._told_of: dict[str, dict[str, str]] = {}  # by device, the reasons that stand in the file
         self._write_failed = False
+        self._cpus: int | None = None  # of the job
         self._begin = 0.0
         self._ready = threading.Event()
         self._stop = threading.Event()
@@ -199,6 +200,7 @@ class Sampler:
     def _begin_segment(self, host: HostReader, driver: str | None, how: str | None) -> None:
         machine = host.facts()
         share = allocation.allocated(self._environ)
+        self._cpus = share.cpus
         fast, slow = (fields.columns(len(self._facts), self._ranks, pace) for pace in (fields.FAST, fields.SLOW))
         self._columns = {fields.FAST: fast, fields.SLOW: slow}
         self._newest = {pace: array("d", [NAN]) * len(columns) for pace, columns in self._columns.items()}
@@ -270,7 +272,7 @@ class Sampler:
         values: dict[str, float] = {}
         for pace, columns in self._columns.items():
             values.update(zip(columns, self._newest[pace], strict=True))
-        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values)
+        snapshot = Snapshot(clock.now(), clock.monotonic(), self._node, self._facts, self._ranks, values, self._cpus)
         self._tell.sample(snapshot)
 
     def _reasons(self, at: float, device: str, reasons: Mapping[str, str]) -> None:

@@ -11,7 +11,8 @@ from clustertrain.telemetry.segments.store import GpuFacts
 
 class Snapshot(msgspec.Struct, frozen=True):
     """``t`` UTC epoch s, ``mono`` monotonic s; ``values`` by column (``gpu0.utilization``, :mod:`.fields`), NaN where
-    missing. What is read every 10 s keeps its value in between. ``gpus[i]`` is the device ``gpu<i>``."""
+    missing. What is read every 10 s keeps its value in between. ``gpus[i]`` is the device ``gpu<i>``.
+    ``cpu_allocated``: processors of the job here, where that is known."""
 
     t: float
     mono: float
@@ -19,3 +20,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     gpus: list[GpuFacts]
     ranks: list[int]
     values: Mapping[str, float]
+    cpu_allocated: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from clustertrain.telemetry import causes
@@ -19,18 +19,18 @@ _IDLE = 0.005  # that a GPU does nothing at all is another rule's to say
 
 
 class _Rate:
-    """What a counter grew by in a second over the recent minutes: of a device in both directions."""
+    """What counters grew by together in a second over the recent minutes."""
 
-    def __init__(self, device: str, name: str) -> None:
-        self._columns = [column(device, f"{name}_{way}_bytes") for way in ("tx", "rx")]
+    def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=RECENT + 1)
 
-    def close(self, values: Mapping[str, float], mono: float) -> None:
-        totals = [total for name in self._columns if (total := finite(values.get(name))) is not None]
-        if totals:
-            if self._marks and sum(totals) < self._marks[-1][1]:  # it began anew
-                self._marks.clear()
-            self._marks.append((mono, sum(totals)))
+    def close(self, values: Mapping[str, float], columns: Sequence[str], mono: float) -> None:
+        totals = [total for name in columns if (total := finite(values.get(name))) is not None]
+        if len(totals) < len(columns):  # the sum of the others would fall, and then jump
+            return
+        if self._marks and sum(totals) < self._marks[-1][1]:  # it began anew
+            self._marks.clear()
+        self._marks.append((mono, sum(totals)))
 
     def per_s(self) -> float | None:
         if len(self._marks) < 2:
@@ -45,7 +45,9 @@ class Utilization:
     def __init__(self, limit: float, node: str) -> None:
         self._limit = limit
         self._node = node
-        self._rates: dict[tuple[str, str], _Rate] = {}
+        self._rates: defaultdict[tuple[str, str], _Rate] = defaultdict(_Rate)  # by GPU's UUID or host, and link
+        self._job_cpu = _Rate()
+        self._cores: int | None = None
         self._cpu: deque[float] = deque(maxlen=RECENT)
 
     def close(self, gpus: Sequence[GpuWindow], snapshot: Snapshot) -> None:
@@ -53,9 +55,12 @@ class Utilization:
         cpu = finite(snapshot.values.get(column("host", "cpu")))
         if cpu is not None:
             self._cpu.append(cpu)
-        devices = [("host", "infiniband"), *((gpu.device, link) for gpu in gpus for link in ("nvlink", "pcie"))]
-        for key in devices:
-            self._rates.setdefault(key, _Rate(*key)).close(snapshot.values, snapshot.mono)
+        self._cores = snapshot.cpu_allocated
+        self._job_cpu.close(snapshot.values, [column("host", "job_cpu_s")], snapshot.mono)
+        links = [(gpu.facts.uuid, gpu.device, link) for gpu in gpus for link in ("nvlink", "pcie")]
+        for whose, device, link in [("host", "host", "infiniband"), *links]:
+            columns = [column(device, f"{link}_{way}_bytes") for way in ("tx", "rx")]
+            self._rates[whose, link].close(snapshot.values, columns, snapshot.mono)
 
     def verdict(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> Verdict:
         told = [(gpu, busy) for gpu in gpus if (busy := gpu.utilization(SEEN_S)) is not None and busy >= _IDLE]
@@ -79,8 +84,9 @@ class Utilization:
 
     def _cause(self, gpus: Sequence[GpuWindow], ranks: Sequence[RankWindow]) -> tuple[str, str]:
         """The evidence, and what helps. The first cause that has evidence is told."""
-        cpu = statistics.fmean(self._cpu) if self._cpu else 0.0
-        cores = f"{cpu:.0%} of the node's processors busy"
+        cpu, whose = self._cores_busy()
+        cores = f"{cpu or 0.0:.0%} of {whose} busy"
+        no_cores_left = cpu is not None and cpu >= causes.CORES_BUSY
         shares = [
             wait / step_s
             for rank in ranks
@@ -89,28 +95,40 @@ class Utilization:
         ]
         if shares and (share := statistics.fmean(shares)) >= causes.DATA:
             why = f"training waits for its data for {share:.0%} of a step"
-            if cpu < causes.CORES_BUSY:
+            if not no_cores_left:
                 return why, causes.FASTER_DATA
             return f"{why}, with {cores}", f"{causes.MORE_CORES}; else {causes.FASTER_DATA}"
-        if cpu >= causes.CORES_BUSY:
-            return f"{cores}, its own work or that of other jobs", f"{causes.MORE_CORES}, or a node of one's own"
-        if len(ranks) > 1 and (busy := self._links(gpus)):
+        if no_cores_left:
+            return cores, f"{causes.MORE_CORES}, or a node of one's own"
+        if busy := self._links(gpus, alone=len(ranks) == 1):
             return f"waiting on communication, with {causes.listed(busy, 'and')} a GPU", causes.LESS_TRAFFIC
-        if not shares or not self._cpu:
+        if not shares or cpu is None:
             return "nothing that is recorded says why", causes.LARGER_KERNELS
         why = "not for data or the processors, so the kernels may be too small, or Python too slow for them"
         return why, causes.LARGER_KERNELS
 
-    def _links(self, gpus: Sequence[GpuWindow]) -> list[str]:
+    def _cores_busy(self) -> tuple[float | None, str]:
+        """The share of the processors that are busy, and of which ones: of those that the job has, as far as that is
+        known, or, where it has not only some of them, of the node."""
+        rate = self._job_cpu.per_s()
+        if self._cores and rate is not None:
+            return rate / self._cores, "the job's processors"
+        if self._cores or not self._cpu:
+            return None, ""
+        return statistics.fmean(self._cpu), "the node's processors"
+
+    def _links(self, gpus: Sequence[GpuWindow], *, alone: bool) -> list[str]:
+        """``alone``: one rank on its node, whose PCIe carries what it copies from and to the host."""
+
         def mean(link: str) -> float | None:
-            rates = [rate for gpu in gpus if (rate := self._rates[gpu.device, link].per_s()) is not None]
+            rates = [rate for gpu in gpus if (rate := self._rates[gpu.facts.uuid, link].per_s()) is not None]
             return statistics.fmean(rates) if rates else None
 
         ports = self._rates["host", "infiniband"].per_s()
         return causes.links(
             [
                 ("NVLink", mean("nvlink"), causes.NVLINK),
-                ("PCIe", mean("pcie"), causes.PCIE),
+                ("PCIe", None if alone else mean("pcie"), causes.PCIE),
                 ("InfiniBand", None if ports is None else ports / len(gpus), causes.INFINIBAND),
             ]
         )

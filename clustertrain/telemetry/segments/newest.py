@@ -73,7 +73,15 @@ def _read(folder: Path) -> NodeNow | None:
     snapshot = None
     if t is not None:
         mono, values = header.mono + t - header.t, segment.newest()
-        snapshot = Snapshot(t=t, mono=mono, node=header.node, gpus=header.gpus, ranks=header.ranks, values=values)
+        snapshot = Snapshot(
+            t=t,
+            mono=mono,
+            node=header.node,
+            gpus=header.gpus,
+            ranks=header.ranks,
+            values=values,
+            cpu_allocated=header.cpu_allocated,
+        )
     # "trouble" comes last: it is known when all has been read.
     reasons, end, failure = segment.reasons(), segment.end, segment.failure
     return NodeNow(folder.name, snapshot, header, end, failure, segment.trouble, reasons)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from clustertrain.spec.evaluation import PREFIX
 from clustertrain.spec.recipe import Recipe
+from clustertrain.train import models
 from clustertrain.train.evaluation.judge import LOSS
 from clustertrain.train.evaluation.periodic import Evaluations
 
@@ -24,7 +25,7 @@ def of_recipe(
     asked, metric = recipe.evaluation, recipe.deciding_metric
     on_validation = metric.startswith(PREFIX)
     # What a loss of the model's own is computed from is not known, so nothing is taken for granted.
-    own_loss = bool(recipe.model.entry) and callable(getattr(task.model, "loss", None))
+    own_loss = models.own_loss(recipe, task.model) is not None
     return session.evaluations(
         task.validation,
         task.loss,

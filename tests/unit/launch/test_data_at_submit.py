@@ -101,6 +101,11 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
         (tmp_path / "pets" / name).mkdir(parents=True)
     np.savez(tmp_path / "grey.npz", images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.zeros(5, int))
     (tmp_path / "text.npz").write_text("no arrays")
+    damaged = tmp_path / "damaged.npz"
+    np.savez_compressed(damaged, images=np.zeros((50, 8, 8, 3), np.uint8), labels=np.zeros(50, int))
+    whole = damaged.read_bytes()
+    at = whole.index(b"images.npy") + len(b"images.npy") + 20  # behind the extra field, where the data begin
+    damaged.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
     net = {"kind": "convnet", "convnet.classes": 2}
     with pytest.raises(ConfigError, match=r"pets' and model.convnet: the images have classes 3, not 2"):
         data_here.check(prepared(tmp_path, data={"path": "pets"}, model=net))
@@ -108,6 +113,8 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
         data_here.check(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
     with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
         data_here.check(prepared(tmp_path, data={"path": "text.npz"}, model=net))
+    with pytest.raises(ConfigError, match=r"damaged.npz': not an .npz file with images"):
+        data_here.check(prepared(tmp_path, data={"path": "damaged.npz"}, model=net))
     assert data_here.check(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1})) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,12 @@ def test_more_classes_than_the_images_have_are_no_error(ask: Prepare, tmp_path: 
 def test_a_url_of_no_known_protocol_is_refused_by_plan_too(ask: Prepare) -> None:
     with pytest.raises(ConfigError, match="fsspec knows no protocol foo://"):
         ask(assignments=("checkpoint.remote=foo://x",))
+
+
+@pytest.mark.parametrize("package", ["s3fs", "fsspec"])
+def test_planning_does_not_need_what_a_url_needs(ask: Prepare, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert ask(assignments=("checkpoint.remote=s3://bucket/x",)).spec.recipe.checkpoint.remote == "s3://bucket/x"
 
 
 def test_bad_environment_names_are_refused_before_anything_is_made(ask: Prepare, tmp_path: Path) -> None:

@@ -145,6 +145,40 @@ def test_what_lies_there_from_before_the_attempt_is_not_its_own(tmp_path: Path) 
     assert [(a.committed_step, a.progressed) for a in attempts.read_all(history.run)] == [(30, True), (None, False)]
 
 
+def test_a_scripts_second_loop_takes_up_what_the_first_one_of_the_same_attempt_has_left(tmp_path: Path) -> None:
+    history = History(tmp_path / "run")
+    one = history.attempt(1, 0.0)
+    for step in range(1, 6):
+        one.step(step, 1.0)
+    one.write()
+    two = history.attempt(2, 40.0)
+    two.t = 40.0
+    for step in range(1, 21):
+        two.step(step, 1.0)
+    two.lasting("checkpoint", "stall_s", 1.0, step=20, save_s=1.0)
+    two.event("restored", step=20)
+    two.step(21, 1.0)
+    two.write()
+    first, second = attempts.read_all(history.run)
+    assert (first.committed_step, first.last_step, first.progressed) == (None, 5, False)
+    assert (second.committed_step, second.restored_step, second.progressed) == (20, None, True)
+
+
+def test_what_an_earlier_attempt_has_told_of_is_no_later_ones_that_did_not_see_it(tmp_path: Path) -> None:
+    """As of a folder that is listed late. Else each of them would refill the budget of attempts without progress."""
+    history = killed_after_a_commit(tmp_path / "run")
+    (history.run.checkpoints / "step-00000030").rename(history.run.checkpoints / "step-00000020")
+    for n in (2, 3):
+        later = history.attempt(n, 40.0 * n)
+        later.t = 40.0 * n
+        later.event("restored", step=10)
+        for step in range(11, 14):
+            later.step(step, 1.0)
+        later.write()
+    found = attempts.read_all(history.run)
+    assert [(a.committed_step, a.progressed) for a in found] == [(20, True), (None, False), (None, False)]
+
+
 def test_files_that_are_not_there_yet_and_the_speed_over_all_of_them(tmp_path: Path) -> None:
     history = History(tmp_path / "run")
     assert history.run.metrics_files(1) == [history.run.metrics_of(1)]

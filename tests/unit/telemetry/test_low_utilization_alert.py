@@ -17,8 +17,11 @@ def alerts() -> Alerts:
     return Alerts(AlertsSpec(), "n1")
 
 
-def busy(share: float, *, wait: float = 0.0, cpu: float | None = 0.3, **per_s: float) -> Change:
-    """``wait``: the share of a step that its data take. ``per_s``: bytes/s of a GPU's link, or of ``infiniband``."""
+def busy(
+    share: float, *, wait: float = 0.0, cpu: float | None = 0.3, job_cores: float | None = None, **per_s: float
+) -> Change:
+    """``wait``: the share of a step that its data take. ``job_cores``: of eight, those that the job keeps busy.
+    ``per_s``: bytes/s of a GPU's link, or of ``infiniband``."""
 
     def change(now: float, values: dict[str, float]) -> None:
         for name in [name for name in values if name.endswith(".utilization")]:
@@ -27,11 +30,19 @@ def busy(share: float, *, wait: float = 0.0, cpu: float | None = 0.3, **per_s: f
             values[name] = wait * now
         if cpu is not None:
             values["host.cpu"] = cpu
+        if job_cores is not None:
+            values["host.job_cpu_s"] = job_cores * now
         for link, rate in per_s.items():
             for device in ["host"] if link == "infiniband" else ["gpu0", "gpu1"]:
                 values |= {f"{device}.{link}_tx_bytes": rate * now / 2, f"{device}.{link}_rx_bytes": rate * now / 2}
 
     return change
+
+
+def _values(change: Change) -> dict[str, float]:
+    values: dict[str, float] = {}
+    change(1.0, values)
+    return values
 
 
 def test_it_is_told_after_minutes_of_training_and_cleared(alerts: Alerts) -> None:
@@ -63,11 +74,37 @@ def test_it_is_told_after_minutes_of_training_and_cleared(alerts: Alerts) -> Non
         (busy(0.5, pcie=FIVE_GB), "with PCIe at 5.0 GB/s a GPU", "docs/nccl.md"),
         (busy(0.5, pcie=1e9), "not for data or the processors, so the kernels may be too small", "compile = true"),
         (busy(0.5, cpu=None), "nothing that is recorded says why", "a larger micro batch"),
+        # Of a node with many more processors than the job's eight.
+        (busy(0.5, cpu=0.04, job_cores=7.9), "99% of the job's processors busy", "more cores with --cpus-per-gpu"),
+        (busy(0.5, cpu=0.97, job_cores=2), "not for data or the processors", "a larger micro batch"),
     ],
 )  # fmt: skip
 def test_the_likely_cause_is_named(alerts: Alerts, change: Change, why: str, fix: str) -> None:
-    (alert,) = Job(2).run(alerts, 480, change)
+    job = Job(2)
+    job.cores = 8 if "host.job_cpu_s" in _values(change) else None
+    (alert,) = job.run(alerts, 480, change)
     assert why in alert.text and alert.fix is not None and fix in alert.fix
+
+
+def test_one_gpu_a_node_waits_for_the_other_nodes(alerts: Alerts) -> None:
+    """Its PCIe carries what it copies from the host as well, so that alone says nothing."""
+    (alert,) = Job(1).run(alerts, 480, busy(0.5, infiniband=4 * FIVE_GB, pcie=FIVE_GB))
+    assert "waiting on communication, with InfiniBand at 20.0 GB/s a GPU" in alert.text
+    (alert,) = Job(1).run(Alerts(AlertsSpec(), "n1"), 480, busy(0.5, pcie=FIVE_GB))
+    assert "GB/s" not in alert.text
+
+
+def test_a_counter_that_is_missing_for_a_moment_is_no_traffic(alerts: Alerts) -> None:
+    since_boot, change = 5e15, busy(0.5, nvlink=1e9)
+
+    def half(now: float, values: dict[str, float]) -> None:
+        change(now, values)
+        for gpu in ("gpu0", "gpu1"):
+            values[f"{gpu}.nvlink_tx_bytes"] += since_boot
+            values[f"{gpu}.nvlink_rx_bytes"] += float("nan") if 305 <= now < 335 else since_boot
+
+    (alert,) = Job(2).run(alerts, 480, half)
+    assert "GB/s" not in alert.text
 
 
 def test_a_counter_that_begins_anew_is_no_traffic(alerts: Alerts) -> None:

@@ -43,6 +43,7 @@ class Job:
         self.step_s, self.random = step_s, random.Random(seed)
         self.now = self.done = self.waited = self.forward = 0.0
         self.phase = beat.TRAIN
+        self.cores: int | None = None  # that the job has
 
     def tick(self, dt: float = 1.0) -> dict[str, float]:
         self.now += dt
@@ -75,7 +76,7 @@ class Job:
         return values
 
     def snapshot(self, values: Mapping[str, float]) -> Snapshot:
-        return Snapshot(T0 + self.now, self.now, "n1", self.gpus, self.ranks, values)
+        return Snapshot(T0 + self.now, self.now, "n1", self.gpus, self.ranks, values, self.cores)
 
     def run(self, alerts: Alerts, seconds: float, change: Change | None = None, dt: float = 1.0) -> list[Alert]:
         found = []

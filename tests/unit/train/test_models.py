@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from clustertrain.spec.recipe import Recipe
 from clustertrain.spec.strict import build
 from clustertrain.train import losses
 from clustertrain.train.data_parallel import units
+from clustertrain.train.evaluation.of_recipe import of_recipe
 from clustertrain.train.images import Shapes, images
 from clustertrain.train.models import Task, task
 from clustertrain.train.optimizers.groups import groups_of_whole
@@ -298,6 +300,20 @@ def test_a_loss_of_the_models_own_smooths_no_labels() -> None:
         task(build({**tables, "objective": {"label_smoothing": 0.1}}, Recipe, "recipe"))
     named = {"label_smoothing": 0.1, "kind": "cross-entropy"}
     assert task(build({**tables, "objective": named}, Recipe, "recipe")).loss.keywords["smoothing"] == 0.1  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_kind_that_is_named_is_evaluated_by_it_whatever_the_model_brings_along() -> None:
+    tables: dict[str, Any] = {"model": {"entry": "mine.net:Filled"}, "data": {**SMALL, "validation": 0.1}}
+    named = {"objective": {"kind": "cross-entropy"}, "contract": {"metric": "validation_accuracy"}}
+
+    def metrics(of: Recipe) -> Any:
+        session = mock.Mock()
+        of_recipe(session, task(of), of)
+        return session.evaluations.call_args.kwargs["metrics"]
+
+    assert "accuracy" in metrics(build({**tables, **named}, Recipe, "recipe"))
+    assert metrics(build(tables, Recipe, "recipe")) == ()
 
 
 @pytest.mark.usefixtures("mine")
