@@ -59,7 +59,8 @@ def _samples(recipe: Recipe) -> int | None:
     """How many there are, with those kept apart; None where that takes more than a look."""
     kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
     if kind == "images" or (kind == "pairs" and data.path == DIGITS):
-        found = _arrays(path) if path is not None and path.is_file() else images.KNOWN.get(data.path)
+        here = path is not None and path.is_file()
+        found = _arrays(path, f"data.path = {str(path)!r}") if path and here else images.KNOWN.get(data.path)
         return found.samples if found is not None else None
     if path is None or not path.exists() or data.pack:
         return None
@@ -98,7 +99,7 @@ def _text(path: Path, said: str, recipe: Recipe) -> None:
         raise ConfigError(f"{said}: no file fits data.pattern = {pattern!r}", fix="give the pattern of its files")
 
 
-def _arrays(path: Path) -> Known:
+def _arrays(path: Path, said: str) -> Known:
     """What the header of the images in an ``.npz`` file says.
 
     Raises:
@@ -114,7 +115,7 @@ def _arrays(path: Path) -> Known:
         count, _, _, channels = shape
     except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise ConfigError(
-            f"data.path = {str(path)!r}: not an .npz file with images (count, height, width, channels): {e}",
+            f"{said}: not an .npz file with images (count, height, width, channels): {e}",
             fix="make it with numpy.savez(path, images=..., labels=...)",
         ) from e
     return Known(channels, None, count)
@@ -123,7 +124,7 @@ def _arrays(path: Path) -> Known:
 def _images(path: Path, said: str, recipe: Recipe) -> None:
     key = "path" if path == recipe.data_path else "validation_path"
     if not path.is_dir():
-        images.check(recipe, key, _arrays(path))
+        images.check(recipe, key, _arrays(path, said))
         return
     classes = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
     if not classes:

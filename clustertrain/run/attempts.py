@@ -31,6 +31,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     stopped: str | None  # why the run will not be continued
     trouble: str | None = None  # what of its attempt.json does not read, and was left out
     roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
+    back_to: int | None = None  # the oldest step that it went back to, or restored because newer ones were damaged
 
     @property
     def progressed(self) -> bool:
@@ -78,6 +79,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         stopped=_number(events.last(log, "stopped"), "why"),
         trouble=trouble,
         roll_backs=len(list(events.named(log, "rolled_back"))),
+        back_to=_back_to(log),
     )
 
 
@@ -89,6 +91,12 @@ def troubles(run: RunDir, history: Sequence[Attempt]) -> list[str]:
         plan = f"{run.plan}: you may not read it"
     found = [words for words in (*(a.trouble for a in history), plan) if words is not None]
     return [words.removeprefix(f"{run.path}/") for words in found]
+
+
+def _back_to(log: Sequence[events.Event]) -> int | None:
+    back = [e.get("to_step") for e in events.named(log, "rolled_back")]
+    damaged = [e.get("step") for e in events.named(log, "restored") if e.get("skipped")]
+    return min((int(step) for step in (*back, *damaged) if step is not None), default=None)
 
 
 def _checkpoints(log: Sequence[events.Event]) -> list[int]:
@@ -116,14 +124,18 @@ def _newest_committed(run: RunDir) -> int | None:
 
 def _with_untold_commits(history: list[Attempt], newest: int | None) -> list[Attempt]:
     """Whoever is killed just after a commit cannot tell of it, and the commit counts all the same. What a later attempt
-    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step,
-    unless an earlier one has told of it."""
+    has restored, or ``newest`` of what is there now, is of the last attempt that had begun before that step, unless an
+    earlier one has told of it, and it has counted since."""
+    told = [0]  # by attempt, the newest step that those before it have told of
+    for attempt in history:
+        if attempt.back_to is not None:
+            told[-1] = min(told[-1], attempt.back_to)
+        told.append(max(told[-1], attempt.committed_step or 0))
     for i, attempt in reversed(list(enumerate(history))):
         if attempt.first_step is None:
             newest = newest if attempt.restored_step is None else attempt.restored_step
             continue
-        told = max((a.committed_step or 0 for a in history[:i]), default=0)
-        if newest is not None and newest >= attempt.first_step and newest > told:
+        if newest is not None and newest >= attempt.first_step and newest > told[i]:
             history[i] = msgspec.structs.replace(
                 attempt,
                 committed_step=max(newest, attempt.committed_step or 0),

@@ -113,8 +113,8 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
         data_here.check(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
     with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
         data_here.check(prepared(tmp_path, data={"path": "text.npz"}, model=net))
-    with pytest.raises(ConfigError, match=r"damaged.npz': not an .npz file with images"):
-        data_here.check(prepared(tmp_path, data={"path": "damaged.npz"}, model=net))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*damaged.npz': not an .npz file with images"):
+        data_here.check(prepared(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
     assert data_here.check(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1})) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,40 @@ def test_what_an_earlier_attempt_has_told_of_is_no_later_ones_that_did_not_see_i
         later.write()
     found = attempts.read_all(history.run)
     assert [(a.committed_step, a.progressed) for a in found] == [(20, True), (None, False), (None, False)]
+
+
+@pytest.mark.parametrize("why", ["it went back", "damaged"])
+def test_what_was_told_of_and_does_not_count_any_more_takes_no_later_commit_away(tmp_path: Path, why: str) -> None:
+    """Commits that are not told of, below a step that the run has gone back behind."""
+    history = History(tmp_path / "run")
+
+    def attempt(n: int, restored: int | None, to: int, *, skipped: Sequence[int] = ()) -> Told:
+        told = history.attempt(n, 100.0 * n)
+        told.t = 100.0 * n
+        if restored is not None:
+            told.event("restored", step=restored, skipped=[{"step": s, "why": "a checksum differs"} for s in skipped])
+        for step in range((restored or 0) + 1, to + 1):
+            told.step(step, 1.0)
+        return told
+
+    one = attempt(1, None, 16)
+    for step in (10, 15):
+        one.event("checkpoint", step=step)
+    one.write()
+    if why == "damaged":
+        attempt(2, 10, 13, skipped=[15]).write()
+    else:
+        two = attempt(2, 15, 19)
+        two.back(19, 10, 1.0)
+        two.write()
+    attempt(3, 10, 13).write()  # commits 12
+    attempt(4, 12, 14).write()  # commits 14
+    saved = history.run.checkpoints / "step-00000014"
+    saved.mkdir(parents=True)
+    (saved / "COMMITTED").write_bytes(b"{}")
+
+    found = [(a.n, a.committed_step) for a in attempts.read_all(history.run)]
+    assert found[0] == (1, 15) and found[2:] == [(3, 12), (4, 14)]
 
 
 def test_files_that_are_not_there_yet_and_the_speed_over_all_of_them(tmp_path: Path) -> None:
