@@ -56,7 +56,7 @@ class Loader:
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
     (``ragged``), micro-batches differ in size, and a rank that
-    has run out of samples gets one that is not its own, with place -1: it counts for nothing.
+    has run out of samples gets its first one once more, with place -1: it counts for nothing.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Loader:
         first, share = batches.share_of(self.global_batch, self._ranks, self._rank if rank is None else rank)
         pairs = self._pairs(position, first, share)
         parts = [pairs[i * self._micro : (i + 1) * self._micro] for i in range(self._rounds)]
-        return [part or [(0, _NOBODYS)] for part in parts]
+        # The rank's own sample: one that is not finite makes no step bad in whose global batch it is not.
+        return [part or [(pairs[0][0], _NOBODYS)] for part in parts]
 
     def _pairs(self, position: int, ahead: int, share: int) -> list[tuple[int, int]]:
         """``share`` (sample, position) pairs of the global batch at ``position``, after the first ``ahead``."""
@@ -173,7 +174,8 @@ class Loader:
         return self.latest
 
     def _start(self) -> Iterator[Any]:
-        reader = Reader(self._dataset, self._seed, Check(self._limits))
+        begins = self.position == 0 and not self._left_out.ranges
+        reader = Reader(self._dataset, self._seed, Check(self._limits, finite=begins))
         if self._workers == 0:
             # Without DataLoader: its iterator draws from torch's global generator, so a resume would draw once more.
             return (reader.read(keys) for keys in _Positions(self, self.position))

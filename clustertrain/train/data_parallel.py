@@ -16,12 +16,15 @@ from clustertrain.errors import EnvironmentNotFit
 from clustertrain.train.context import RankContext
 from clustertrain.train.precision import parameter_dtype
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
+
 
 def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The repeated layers by name: the members of every outermost ModuleList or ModuleDict. They are gathered one at a
-    time, checkpointed and compiled one by one."""
+    """The repeated layers by name: the members of every outermost ModuleList or ModuleDict that has no other one among
+    them, as nanoGPT's ``transformer`` has beside its embeddings. They are gathered one at a time, checkpointed and
+    compiled one by one."""
     for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(child, _CONTAINERS) and not any(isinstance(m, _CONTAINERS) for m in child.children()):
             yield from ((f"{name}.{n}", m) for n, m in child.named_children())
         else:
             yield from ((f"{name}.{n}", m) for n, m in units(child))

@@ -8,7 +8,7 @@ import torch
 
 from clustertrain.train.context import RankContext
 
-FLOOR = 1.0  # of the loss scale
+HALVINGS = 16  # from the first loss scale, 2**16 for a mean, to the least
 
 # fp8 is for the matmuls alone; everything around them is bf16.
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -47,6 +47,7 @@ class LossScale:
     def __init__(self, summed: int = 1, interval: int = 2000) -> None:
         """``summed`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a mean."""
         self._first = 2.0 ** (16 - max(0, summed - 1).bit_length())
+        self.floor = self._first / 2**HALVINGS
         self.interval = interval
         self.begin_anew()
 
@@ -56,9 +57,9 @@ class LossScale:
 
     def update(self, *, overflow: bool) -> bool:
         """Returns whether the scale was at its floor before: an overflow there is none of the scale's."""
-        at_floor = self.scale <= FLOOR
+        at_floor = self.scale <= self.floor
         if overflow:
-            self.scale = max(self.scale / 2, FLOOR)
+            self.scale = max(self.scale / 2, self.floor)
             self.good_steps = 0
             return at_floor
         self.good_steps += 1

@@ -11,7 +11,7 @@ import torch
 
 from clustertrain.errors import ConfigError
 
-FINITE_BATCHES = 4  # micro-batches of each reader whose numbers are looked at one by one; later the step's loss tells
+FINITE_BATCHES = 4  # micro-batches of each reader where a run begins, whose numbers are looked at; then the loss tells
 LISTED, DESCRIBED = 64, 4  # samples of a step
 
 
@@ -51,9 +51,11 @@ def listed(dataset: Any, samples: Sequence[int]) -> str:
 class Check:
     """Looks at each micro-batch, and at the first ones for numbers that are not finite."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, finite: bool = True) -> None:
+        """``finite``: whether to look for those at all. Only where the run begins: after a resume a sample whose step
+        would have been skipped, and counted, must not end the run."""
         self._limits = limits
-        self._looked = 0
+        self._looked = 0 if finite else FINITE_BATCHES
 
     def __call__(self, batch: Any, keys: Sequence[tuple[int, int]], dataset: Any) -> None:
         """Raises ConfigError; names the sample, the value, the limit and what to do."""

@@ -89,7 +89,9 @@ class Judge:
             if value is None:
                 continue
             known = self.slices.get(name, {}).get("best")
-            best = value if self._is_better(value, known) or known is None else known
+            if known is None or not math.isfinite(known):  # the first value, or none so far was a number
+                known = None
+            best = value if known is None or self._is_better(value, known) else known
             self.slices[name] = {"value": value, "best": best}
 
     def _count_rising(self, results: Mapping[str, float]) -> int:

@@ -89,7 +89,8 @@ def describe(model: nn.Module) -> Parameters:
 
 def _without_decay(name: str, module: nn.Module) -> bool:
     """Norms, biases, embeddings. A norm that is no class of torch's is told by its class's name."""
-    if isinstance(module, (*_EMBEDDINGS, *_NORMS)) or name == "bias" or name.endswith("_bias"):
+    # torch's recurrent layers have bias_ih_l0, its attention bias_k and in_proj_bias.
+    if isinstance(module, (*_EMBEDDINGS, *_NORMS)) or "bias" in name.split("_"):
         return True
     vectors = all(p.dim() <= 1 for p in module.parameters(recurse=False))
     return vectors and type(module).__name__.lower().endswith("norm")

@@ -47,6 +47,13 @@ def test_slices_have_their_own_best() -> None:
     assert judge.slices == {"night": {"value": 0.7, "best": 0.8}}
 
 
+def test_a_slice_that_began_without_a_number_has_the_first_one_as_its_best() -> None:
+    judge = Judge("validation_loss", higher_is_better=False, slices=("night",))
+    for step, value in enumerate((math.nan, 1.0, 0.5, math.nan)):
+        judge.observe(step, {"validation_loss": 1.0, "validation_loss/night": value})
+    assert judge.slices["night"]["best"] == 0.5
+
+
 def test_a_metric_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"'validation_f1' is none .* there are validation_loss, validation_accuracy"):
         Judge("validation_f1").observe(1, {"validation_loss": 1.0, "validation_accuracy": 0.5})

@@ -185,6 +185,43 @@ def test_an_error_of_the_data_set_stays_what_it_is_and_names_the_sample() -> Non
     assert found.value.__notes__ == ["while sample 8 (file 8) was read"]
 
 
+class NotANumber(Squares):
+    """Sample ``bad`` is none."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def __getitem__(self, i: int) -> tuple[float, int]:  # type: ignore[override]
+        return float("nan") if i == self.bad else float(i), i
+
+
+def test_a_number_that_is_none_is_an_error_where_the_run_begins_and_not_where_it_goes_on() -> None:
+    fifth = loader(global_batch=4).micro_batches_at(16)[0][0][0]
+    from_the_start, gone_back = (loader(NotANumber(fifth), global_batch=4) for _ in range(2))
+    for one in (from_the_start, gone_back):
+        for _ in range(4):
+            next(one)
+    assert torch.isnan(next(from_the_start)[0]).any()  # the step is skipped, and counted
+    resumed = loader(NotANumber(fifth), global_batch=4)
+    resumed.load_state_dict(gone_back.state_dict())
+    gone_back.leave_out([(0, 4)])
+    for one in (resumed, gone_back):
+        assert torch.isnan(next(one)[0]).any()
+    first = loader().micro_batches_at(0)[0][0][0]
+    with pytest.raises(ConfigError, match="holds nan"):
+        next(loader(NotANumber(first)))
+
+
+def test_what_fills_a_gap_is_a_sample_of_the_ranks_own() -> None:
+    ranks = [loader(rank=r, ranks=2, global_batch=3, micro_batch=1, ragged=True) for r in range(2)]
+    for position in range(0, 30, 3):
+        for one in ranks:
+            parts = one.micro_batches_at(position)
+            assert {sample for part in parts for sample, place in part if place < 0} <= {parts[0][0][0]}
+    assert [place for part in ranks[1].micro_batches_at(0) for _, place in part][-1] == -1
+
+
 def test_the_samples_of_a_step_are_named_on_any_rank() -> None:
     ranks = [loader(Bad(40), rank=r, ranks=3, micro_batch=2) for r in range(3)]
     for position in (0, 12, 36):  # of which the last one reaches into the next epoch

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from clustertrain.train.mesh import Groups
-from clustertrain.train.precision import FLOOR, LossScale
+from clustertrain.train.precision import LossScale
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.step import Stepped, TrainStep
 from tests.unit.train.alone import ALONE
@@ -45,8 +45,16 @@ def test_the_scale_is_halved_by_an_overflow_and_doubled_after_so_many_steps_with
         assert not scale.update(overflow=overflow)
         seen.append(scale.scale / 2**16)
     assert seen == [0.5, 0.5, 0.5, 1.0, 1.0, 0.5]
-    scale.scale = FLOOR
-    assert scale.update(overflow=True) and scale.scale == FLOOR
+
+
+@pytest.mark.parametrize("summed", [1, 4096, 131_072])
+def test_of_a_sum_of_any_number_of_terms_the_scale_can_be_halved_as_often(summed: int) -> None:
+    scale = LossScale(summed)
+    for _ in range(16):
+        before = scale.scale
+        assert not scale.update(overflow=True) and scale.scale == before / 2
+    least = scale.scale
+    assert scale.update(overflow=True) and scale.scale == least
 
 
 def test_the_scale_and_its_count_are_in_the_checkpoint() -> None:

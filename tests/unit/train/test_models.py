@@ -119,6 +119,13 @@ def test_blocks_are_units_of_sharding_and_checkpointing() -> None:
     assert [name for name, _ in units(made(TWO_TOWER).model)] == ["first.layers.0", "second.layers.0"]
 
 
+def test_a_list_of_blocks_beside_embeddings_in_one_dictionary_is_a_list_of_units() -> None:
+    parts = {"wte": nn.Embedding(8, 4), "h": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "ln_f": nn.LayerNorm(4)}
+    model = nn.Module()
+    model.transformer = nn.ModuleDict(parts)
+    assert [name for name, _ in units(model)] == ["transformer.h.0", "transformer.h.1"]
+
+
 def test_images_stay_channels_last_through_the_convolutions() -> None:
     found = made(CONVNET)
     model = built(found.model)

@@ -88,6 +88,13 @@ def test_decay_goes_by_the_type_of_the_module_whoever_has_written_the_norm() -> 
     ]  # fmt: skip
 
 
+def test_the_many_biases_of_torchs_own_layers_have_no_decay() -> None:
+    model = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True)})
+    assert [n for n, d in describe(model).by_name.items() if d.decays] == [
+        "lstm.weight_ih_l0", "lstm.weight_hh_l0", "attention.in_proj_weight", "attention.out_proj.weight",
+    ]  # fmt: skip
+
+
 def test_depth_is_counted_in_layers_from_the_head() -> None:
     with torch.device("meta"):
         decoder = Decoder(SMALL)

@@ -75,6 +75,7 @@ def test_numbers_that_are_not_finite_are_looked_for_in_the_first_batches() -> No
     seen(bad, KEYS, [])  # by now the loss tells
     with pytest.raises(ConfigError, match="holds nan"):
         Check(Limits())(bad, KEYS, [])
+    Check(Limits(), finite=False)(bad, KEYS, [])
 
 
 def test_a_large_sum_is_no_infinity() -> None:
