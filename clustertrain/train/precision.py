@@ -46,8 +46,8 @@ class LossScale:
 
     def __init__(self, summed: int = 1, interval: int = 2000) -> None:
         """``summed`` is about how many terms the loss of a micro-batch is the sum of; the usual 2**16 is for a mean."""
-        self._first = 2.0 ** (16 - max(0, summed - 1).bit_length())
-        self.floor = self._first / 2**HALVINGS
+        self._first: float = 2.0 ** (16 - max(0, summed - 1).bit_length())
+        self.floor: float = self._first / 2**HALVINGS
         self.interval = interval
         self.begin_anew()
 
