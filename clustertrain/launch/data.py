@@ -94,6 +94,11 @@ def _text(path: Path, said: str, recipe: Recipe) -> None:
             f"{said}: {path.stat().st_size} bytes are less than one sample of {needed}",
             fix="lower data.seq_len or give more text",
         )
+    if recipe.data.max_bytes < needed:
+        raise ConfigError(
+            f"data.max_bytes = {recipe.data.max_bytes} is less than one sample of {needed} bytes",
+            fix="lower data.seq_len or raise data.max_bytes",
+        )
     pattern = recipe.data.pattern
     if path.is_dir() and not any(Path(at, name).match(pattern) for at, _, names in os.walk(path) for name in names):
         raise ConfigError(f"{said}: no file fits data.pattern = {pattern!r}", fix="give the pattern of its files")

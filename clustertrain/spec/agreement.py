@@ -54,6 +54,12 @@ def _data(recipe: Recipe) -> None:
     kinds = LEARNS_FROM[model.kind]
     if not model.entry and data.kind not in ("auto", *kinds):
         raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} learns from {' or '.join(kinds)}")
+    # Under each built-in kind that takes it, no path at all means the first name here.
+    default = {"text": "stdlib", "pairs": "stdlib", "images": "shapes"}.get(recipe.data_kind, "")
+    if data.validation_path and data.validation_path == (data.path or default):
+        raise ValueError(
+            f"data.validation_path = {data.validation_path!r} is what is learned from: give others, or data.validation"
+        )
     if data.kind == "tokens" and not data.path:
         raise ValueError("data.kind = 'tokens' and no data.path: name the folder of shards")
     if recipe.is_text and 0 < model.max_seq_len < data.seq_len:

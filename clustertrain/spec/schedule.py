@@ -27,7 +27,7 @@ class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     initial: float = 0.04  # one-cycle: the first rate, as a fraction of the peak
     final: float = 1e-4  # one-cycle: the last rate, as a fraction of the first
     factor: float = 0.5  # plateau: the rate is multiplied by it
-    patience: int = 5  # plateau: evaluations without a better value before that
+    patience: int = 5  # plateau: so many evaluations without a better value are borne, the next one does that
     threshold: float = 1e-4  # plateau: by how much, as a fraction, a value must be better to count
 
     def __post_init__(self) -> None:
@@ -38,6 +38,8 @@ class ScheduleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("gamma", "rise", "initial", "final", "factor"):
             positive(name, getattr(self, name))
             within(name, getattr(self, name), 0.0, 1.0)
+        if self.rise == 1.0:
+            raise ValueError("rise = 1.0 leaves no step to go down in: must be below 1")
         if self.factor == 1.0:
             raise ValueError("factor = 1.0 changes nothing: must be below 1")
         positive("patience", self.patience)

@@ -56,7 +56,7 @@ def split(dataset: Any, share: float, name: str) -> tuple[Part, Part]:
     permutation of the numbers of its samples.
 
     Raises:
-        ConfigError: there are too few samples; ``name`` is the data's.
+        ConfigError: there are too few samples, or not a label for each; ``name`` is the data's.
     """
     size = len(dataset)
     kept = round(size * share)
@@ -70,7 +70,13 @@ def split(dataset: Any, share: float, name: str) -> tuple[Part, Part]:
     if getattr(dataset, "is_stream", False):
         counts, rows = _by_stretches(size, kept)
     elif labels is not None:
-        counts, rows = _by_label(np.asarray(labels), share)
+        found = np.asarray(labels)
+        if found.shape != (size,):
+            raise ConfigError(
+                f"{name} has {size} samples, and its labels are {list(found.shape)}: must be one for each sample",
+                fix="give the data set's attribute labels the class of each sample, or none",
+            )
+        counts, rows = _by_label(found, share)
     else:
         counts, rows = _by_permutation(size, kept)
     version = f"{getattr(dataset, 'version', None) or f'{size} samples'}, validation {share:g}"
@@ -141,10 +147,12 @@ def _by_stretches(size: int, kept: int) -> tuple[tuple[int, int], tuple[Rule, Ru
 def _by_label(labels: Rows, share: float) -> tuple[tuple[int, int], tuple[Rule, Rule]]:
     """Of each class at least one; a class of one is learned from."""
     apart = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
+    for nth, label in enumerate(np.unique(labels)):
         rows = np.flatnonzero(labels == label)
         count = min(max(1, round(len(rows) * share)), len(rows) - 1)
-        order = Permutation(len(rows), _SEED, int(label))(np.arange(len(rows), dtype=np.uint64))
+        # A class that is no number, as a word, has its place among them.
+        key = int(label) if np.issubdtype(labels.dtype, np.integer) else nth
+        order = Permutation(len(rows), _SEED, key)(np.arange(len(rows), dtype=np.uint64))
         apart[rows[order[:count].astype(np.int64)]] = True
     chosen, others = np.flatnonzero(apart), np.flatnonzero(~apart)
     return (len(others), len(chosen)), (_Listed(others), _Listed(chosen))

@@ -23,6 +23,7 @@ from clustertrain.train.evaluation.metrics import Metric, terms_of, whole
 from clustertrain.train.evaluation.ordered import Portion
 from clustertrain.train.evaluation.stillness import still
 from clustertrain.train.mesh import Groups
+from clustertrain.train.samples import where
 from clustertrain.train.step import Loss, call, weighed
 
 MOST_SLICES = 100  # a row of the run's metrics has a number for each of them and each metric
@@ -67,8 +68,17 @@ def slices_of(dataset: Any, wanted: Sequence[str] = (), group: int = 1) -> Slice
     if not names:
         return NO_SLICES
     numbers = {there.index(name): i for i, name in enumerate(names)}
-    of = dataset.slice_of
-    return Slices(names, lambda i: numbers.get(int(of(i)), -1))
+
+    def place(i: int) -> int:
+        number = int(dataset.slice_of(i))
+        if not 0 <= number < len(there):
+            raise ConfigError(
+                f"{where(dataset, i)}: slice_of says {number}, and slice_names has {len(there)}",
+                fix="slice_of(i) is the place of the sample's slice in slice_names, from 0 on",
+            )
+        return numbers.get(number, -1)
+
+    return Slices(names, place)
 
 
 class Evaluator:

@@ -70,6 +70,7 @@ def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
+        ({"data": {"path": "long.txt", "max_bytes": 99}}, "data.max_bytes = 99 is less than one sample of 257 bytes"),
         ({"data": {"path": "short.txt"}}, "data.path = .*: 99 bytes are less than one sample of 257"),
         ({"model": {"kind": "two-tower"}, "data": {"path": "short.txt"}}, "99 bytes are less than one sample of 512"),
         ({"data": {"path": "texts"}}, "no file fits data.pattern = '[*].py'"),
@@ -81,6 +82,7 @@ def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], 
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("b" * 999)
     (tmp_path / "short.txt").write_text("a" * 99)
+    (tmp_path / "long.txt").write_text("a" * 999)
     with pytest.raises(ConfigError, match=said):
         data_here.check(prepared(tmp_path, **tables))
     assert data_here.check(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None

@@ -54,6 +54,12 @@ def recipe(**tables: Any) -> Recipe:
         ({"data": {"kind": "own"}}, "kind = 'own' and entry go together"),
         ({"data": {"kind": "tokens"}}, "kind = 'tokens' and no data.path"),
         ({"data": {"path": "a", "validation_path": "a"}}, "validation_path = 'a' is what is learned from"),
+        ({"data": {"validation_path": "stdlib"}}, "validation_path = 'stdlib' is what is learned from"),
+        (
+            {"model": {"kind": "convnet"}, "data": {"validation_path": "shapes"}},
+            "validation_path = 'shapes' is what is learned from",
+        ),
+        ({"schedule": {"kind": "one-cycle", "rise": 1.0}}, "rise = 1.0 leaves no step to go down in"),
         ({"data": {"validation": 0.1, "validation_path": "a"}}, "give one of them"),
         ({"data": {"validation": 1.0}}, "validation = 1.0: must lie between 0 and 0.9"),
         ({"data": {"workers": -2}}, "workers = -2: must be 0"),

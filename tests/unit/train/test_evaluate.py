@@ -241,6 +241,10 @@ def test_slices_that_are_not_there_and_very_many_of_them() -> None:
         slices_of([1, 2], ("even",))
     chosen = slices_of(Points(), ("odd",))
     assert chosen.names == ("odd",) and [chosen.of(i) for i in range(3)] == [-1, 0, -1]
+    outside = Points()
+    outside.slice_of = lambda i: 5  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="sample 1: slice_of says 5, and slice_names has 2"):
+        slices_of(outside, ("odd",)).of(1)
     many = Points()
     many.slice_names = tuple(map(str, range(MOST_SLICES + 1)))  # type: ignore[assignment]
     assert slices_of(many).names == () and slices_of(many, ("7",)).names == ("7",)

@@ -75,6 +75,21 @@ def test_each_class_has_the_same_share_and_one_image_is_learned_from() -> None:
     assert kept != list(range(kept[0], kept[0] + len(kept)))
 
 
+@pytest.mark.parametrize("count", [2, 50, 200])
+def test_labels_that_are_not_one_for_each_sample(count: int) -> None:
+    data = Numbers(range(100))
+    data.labels = np.arange(count) % 2  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=rf"mine has 100 samples, and its labels are \[{count}\]"):
+        split(data, 0.2, "mine")
+
+
+def test_classes_that_are_words_have_the_same_share_too() -> None:
+    data = Numbers(range(100))
+    data.labels = ["cat", "dog"] * 50  # type: ignore[attr-defined]
+    _, validation = split(data, 0.2, "mine")
+    assert [sum(i % 2 == c for i in rows(validation)) for c in (0, 1)] == [10, 10]
+
+
 def test_the_version_tells_another_share() -> None:
     one, other = (split(Numbers(range(100)), share, "n")[0] for share in (0.1, 0.2))
     assert one.version == "1, validation 0.1" and other.version == "1, validation 0.2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,12 +276,15 @@ seven = 7
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
     (tmp_path / "mine" / "net.py").write_text(SOURCE)
     (tmp_path / "mine" / "lame.py").write_text("import not_there_at_all")
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "mine"]:  # else other tests would find it
+        del sys.modules[name]
 
 
 @pytest.mark.usefixtures("mine")
