@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from clustertrain.errors import ConfigError
 from clustertrain.spec import slices
-from clustertrain.spec.data import DIGIT_HALF, DIGITS
+from clustertrain.spec.data import BUILT_IN, DIGIT_HALF, DIGITS
 from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
 from clustertrain.spec.objective import ObjectiveKind
 from clustertrain.spec.strict import nearest, text_of
@@ -54,9 +54,8 @@ def _data(recipe: Recipe) -> None:
     kinds = LEARNS_FROM[model.kind]
     if not model.entry and data.kind not in ("auto", *kinds):
         raise ValueError(f"data.kind = {data.kind!r}: a {model.kind} learns from {' or '.join(kinds)}")
-    # Under each built-in kind that takes it, no path at all means the first name here.
-    default = {"text": "stdlib", "pairs": "stdlib", "images": "shapes"}.get(recipe.data_kind, "")
-    if data.validation_path and data.validation_path == (data.path or default):
+    learned = data.path or BUILT_IN.get(recipe.data_kind, ("",))[0]
+    if data.validation_path and data.validation_path == learned:
         raise ValueError(
             f"data.validation_path = {data.validation_path!r} is what is learned from: give others, or data.validation"
         )

@@ -11,6 +11,8 @@ from clustertrain.spec.ranges import positive, within
 
 READERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
+# By kind the data that is no file; no path at all means the first.
+BUILT_IN = {"images": ("shapes", DIGITS), "pairs": ("stdlib", DIGITS), "text": ("stdlib",)}
 DIGIT_HALF = 32  # pixels of half a digit, and so tokens of each passage of a pair
 
 DataKind = Literal["auto", "text", "pairs", "images", "tokens", "own"]
@@ -68,8 +70,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         within("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
             raise ValueError("validation and validation_path: give one of them")
-        if self.validation_path and self.validation_path == self.path:
-            raise ValueError(f"validation_path = {self.path!r} is what is learned from: give other data, or validation")
         if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
             raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
         if (self.kind == "own") != bool(self.entry):

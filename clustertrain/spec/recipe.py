@@ -15,7 +15,7 @@ import msgspec
 
 from clustertrain.spec import agreement
 from clustertrain.spec.contract import ContractSpec, Mode
-from clustertrain.spec.data import DIGITS, DataKind, DataSpec
+from clustertrain.spec.data import BUILT_IN, DataKind, DataSpec
 from clustertrain.spec.durations import duration_s
 from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
 from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
@@ -270,8 +270,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self._path(self.data.validation_path)
 
     def _path(self, path: str) -> Path | None:
-        built_in = {"images": ("", "shapes", DIGITS), "pairs": ("", "stdlib", DIGITS), "text": ("", "stdlib")}
-        named = self.data.entry or path in built_in.get(self.data_kind, ("",))
+        named = self.data.entry or not path or path in BUILT_IN.get(self.data_kind, ())
         return None if named else Path(path).expanduser()
 
     @property

@@ -55,8 +55,8 @@ class Loader:
     ``micro_batch`` is the size of the largest ones.
     ``latest`` is the item that was handed out last and ``places`` the position of each of its samples in the run, one
     int64 tensor a micro-batch; ``fresh``: no step has been done since. Where the global batch does not divide
-    (``ragged``), micro-batches differ in size, and a rank that
-    has run out of samples gets its first one once more, with place -1: it counts for nothing.
+    (``ragged``), micro-batches differ in size, and a rank that has run out of samples gets its first one once more,
+    with place -1: it counts for nothing.
     """
 
     def __init__(

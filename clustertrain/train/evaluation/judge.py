@@ -80,7 +80,9 @@ class Judge:
     def _is_better(self, value: float, best: float | None) -> bool:
         if not math.isfinite(value):
             return False
-        return best is None or (value > best if self.higher_is_better else value < best)
+        if best is None or not math.isfinite(best):
+            return True
+        return value > best if self.higher_is_better else value < best
 
     def _look_at_slices(self, results: Mapping[str, float]) -> None:
         base = self.metric.partition(SLICE)[0]
@@ -89,9 +91,7 @@ class Judge:
             if value is None:
                 continue
             known = self.slices.get(name, {}).get("best")
-            if known is None or not math.isfinite(known):  # the first value, or none so far was a number
-                known = None
-            best = value if known is None or self._is_better(value, known) else known
+            best = value if self._is_better(value, known) or known is None else known
             self.slices[name] = {"value": value, "best": best}
 
     def _count_rising(self, results: Mapping[str, float]) -> int:
