@@ -114,6 +114,14 @@ class Supervisor:
         # A row of an earlier attempt is not a step of this one.
         return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
 
+    def _tell_of_missed_rehearsals(self) -> None:
+        """A run of quick steps may be over before the warning reaches it. Whoever rehearses must not take it for one."""
+        missed = self.job.preempt_at_steps[self.rehearsed :]
+        if missed:
+            steps = ", ".join(map(str, missed))
+            with self.run.job_log.open("a") as log:
+                log.write(f"clustertrain: rehearsal.preempt_at_steps: the job ended before it was preempted at {steps}\n")
+
     def _finish(self, code: int, ended_by: str, start: float) -> bool:
         asked = fsio.peek_json(self.folder.requeue)
         again = asked is not None and ended_by != "CANCELLED"
@@ -127,6 +135,7 @@ class Supervisor:
             again = ended_by == "PREEMPTED" and self.killed
         else:
             state = "COMPLETED" if code == 0 else "FAILED"
+            self._tell_of_missed_rehearsals()
         record = {
             "state": state,
             "start": start,

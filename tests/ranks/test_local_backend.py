@@ -104,11 +104,12 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
         "        if step == 2 and os.environ['CLUSTERTRAIN_ATTEMPT'] == '1':\n"
         "            time.sleep(3600)\n"
     )
-    recipe_like = ("--set", "rehearsal.preempt_at_steps=[1]", "--set", "rehearsal.grace_s=3")
+    recipe_like = ("--set", "rehearsal.preempt_at_steps=[1, 1000]", "--set", "rehearsal.grace_s=3")
     run = submitted(*ALONE, *recipe_like, str(script))
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert status["attempts"][0]["requeued"] == "slurm"
+    assert "the job ended before it was preempted at 1000" in (run.path / "job.log").read_text()
 
 
 def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(
