@@ -115,12 +115,12 @@ class Supervisor:
         return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
 
     def _tell_of_missed_rehearsals(self) -> None:
-        """A run of quick steps may be over before the warning reaches it. Whoever rehearses must not take it for one."""
+        """A run of quick steps may be over before the warning: whoever rehearses must not take it for preempted."""
         missed = self.job.preempt_at_steps[self.rehearsed :]
         if missed:
-            steps = ", ".join(map(str, missed))
+            said = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, missed))}"
             with self.run.job_log.open("a") as log:
-                log.write(f"clustertrain: rehearsal.preempt_at_steps: the job ended before it was preempted at {steps}\n")
+                log.write(f"clustertrain: {said}\n")
 
     def _finish(self, code: int, ended_by: str, start: float) -> bool:
         asked = fsio.peek_json(self.folder.requeue)
