@@ -20,6 +20,7 @@ BAD_SAMPLES = "bad_samples"  # in a row: those of a step that was not to be, in 
 REST_S = 600.0  # before the same is said again
 SHARE_STEPS = 100  # the share of clipped steps is one of so many
 VANISHED_STEPS = 20  # in a row
+UNCOUNTED_STEPS = 5  # in a row; one may happen to be all prompt or padding
 RECENT, KNOWN = 50, 1000  # steps whose speed is compared, and with which
 LEAST_KNOWN = 100
 WARM_UP = 5  # steps that compile, choose kernels and fill caches
@@ -47,6 +48,7 @@ class Warnings:
         self._held: dict[str, int] = {}
         self._seen = 0
         self._vanished = 0
+        self._uncounted = 0
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._known: deque[float] = deque(maxlen=KNOWN)
 
@@ -89,7 +91,16 @@ class Warnings:
                 "rate or longer warmup makes spikes rarer",
                 loss,
             )
-        if norm is not None and math.isfinite(norm):
+        counts = not (row.get("skipped") == 0 and loss is not None and math.isnan(loss))
+        self._uncounted = 0 if counts else self._uncounted + 1
+        if self._uncounted >= UNCOUNTED_STEPS:
+            yield Warning(
+                "nothing_counted",
+                f"no target of the last {self._uncounted} steps counts, all are masked: nothing is learned",
+                "look at the targets that the data gives: are all of them objective.ignore_index, as where a long "
+                "prompt is cut off before its answer?",
+            )
+        elif norm is not None and math.isfinite(norm):
             yield from self._of_norm(norm, _number(row.get("clip_fraction")))
         yield from self._of_speed(row)
         yield from _of_units(row)

@@ -10,7 +10,15 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.spec.stability import StabilitySpec
-from clustertrain.train.stability.warnings import KNOWN, LEAST_KNOWN, RECENT, REST_S, VANISHED_STEPS, Warnings
+from clustertrain.train.stability.warnings import (
+    KNOWN,
+    LEAST_KNOWN,
+    RECENT,
+    REST_S,
+    UNCOUNTED_STEPS,
+    VANISHED_STEPS,
+    Warnings,
+)
 
 
 class Told:
@@ -81,6 +89,12 @@ def test_a_scripts_own_rows_tell_of_what_is_not_finite_too(told: Told) -> None:
 
 def test_a_step_that_counts_nothing_is_no_trouble(told: Told) -> None:
     assert told.see(loss=math.nan, grad_norm=0.0) == []
+
+
+def test_steps_in_a_row_that_count_nothing_are_told(told: Told) -> None:
+    nothing = {"loss": math.nan, "grad_norm": 0.0}
+    assert told.see(UNCOUNTED_STEPS - 1, **nothing) == told.see() == []
+    assert told.see(VANISHED_STEPS, **nothing) == ["nothing_counted"]
 
 
 def test_a_norm_that_stays_near_nothing(told: Told) -> None:
