@@ -114,3 +114,12 @@ def test_what_is_slow_is_said() -> None:
     assert any("compiles its update" in w for w in chosen({"name": "adamw8bit"}, device="cuda").warnings)
     assert any("decomposes" in w for w in chosen({"name": "shampoo"}).warnings)
     assert not any("optim.name" in w for w in chosen({}).warnings)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_decay_meant_for_adamw_is_told_where_it_goes_into_the_gradient(name: str) -> None:
+    def told(**optim: Any) -> list[str]:
+        return [w for w in chosen(optim).warnings if "weight_decay" in w]
+
+    assert any("weight_decay = 0.1 " in w and "(L2)" in w for w in told(name=name))
+    assert not told(name=name, weight_decay=1e-4) and not told(name="lion") and not told()
