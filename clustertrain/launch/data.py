@@ -11,7 +11,7 @@ from pathlib import Path
 from clustertrain.errors import ConfigError
 from clustertrain.launch.request import Prepared
 from clustertrain.spec import images, shards, slices
-from clustertrain.spec.data import DIGITS, DataKind
+from clustertrain.spec.data import BUILT_IN, DIGITS, DataKind
 from clustertrain.spec.images import Known
 from clustertrain.spec.recipe import Recipe
 
@@ -45,24 +45,33 @@ def epoch(prepared: Prepared) -> str | None:
     samples = _samples(recipe) if prepared.spec.script is None else None
     if samples is None:
         return None
-    about = "about " if recipe.data.validation else ""
+    of_file = recipe.data_path is not None and recipe.data_path.is_file()
+    at_most = recipe.data_kind in ("text", "pairs") and recipe.data.path != DIGITS and not of_file
+    about = "at most " if at_most else "about " if recipe.data.validation else ""
     samples = round(samples * (1 - recipe.data.validation))
     if batch <= samples:
         return None
+    default, *_ = BUILT_IN.get(recipe.data_kind, ("",))
+    words = recipe.data.words if recipe.data.path or recipe.data.entry else f"data.path = {default!r}, the default"
     return (
-        f"train.global_batch = {batch} is more than all samples of {recipe.data.words}, {about}{samples}: each step "
+        f"train.global_batch = {batch} is more than all samples of {words}, {about}{samples}: each step "
         "learns from some of them more than once, and is more than an epoch"
     )
 
 
 def _samples(recipe: Recipe) -> int | None:
-    """How many there are, with those kept apart; None where that takes more than a look."""
+    """How many there are, of several files of text at most, with those kept apart; None where that takes more than a
+    look."""
     kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
     if kind == "images" or (kind == "pairs" and data.path == DIGITS):
         here = path is not None and path.is_file()
         found = _arrays(path, f"data.path = {str(path)!r}") if path and here else images.KNOWN.get(data.path)
         return found.samples if found is not None else None
-    if path is None or not path.exists() or data.pack:
+    if data.pack or (path is not None and not path.exists()):
+        return None
+    if kind in ("text", "pairs") and (path is None or path.is_dir()):
+        return data.max_bytes // recipe.tokens_per_sample  # no more of their files are read
+    if path is None:
         return None
     if kind == "tokens":
         counts = [shard.tokens for shard in shards.read_index(path).shards]

@@ -132,11 +132,15 @@ def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> 
         ({"model": {"kind": "two-tower"}, "data": {"path": "digits", "seq_len": 32}}, "1797"),
         ({"data": {"path": "a.txt", "seq_len": 100}}, "40"),
         ({"data": {"kind": "tokens", "path": "shards", "seq_len": 100}, "model": {"vocab_size": 300}}, "2"),
+        ({"data": {"path": "texts", "seq_len": 100, "max_bytes": 8000}}, "at most 80"),
+        ({"data": {"seq_len": 100, "max_bytes": 8000}}, "at most 80"),
     ],
 )
 def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any], samples: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "few.npz", images=np.zeros((5, 8, 8, 3), np.uint8), labels=np.zeros(5, int))
     (tmp_path / "a.txt").write_text("a" * 4096)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.py").write_text("a" * 4096)
     shards(tmp_path)
     note = data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 2048}))
     assert note is not None and note.startswith("train.global_batch = 2048 is more than all samples of data.path")
@@ -146,7 +150,9 @@ def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any],
 
 
 def test_where_the_number_of_samples_is_not_known_nothing_is_said(tmp_path: Path) -> None:
-    assert data_here.epoch(prepared(tmp_path, train={"global_batch": 2**20})) is None
+    (tmp_path / "classes" / "one").mkdir(parents=True)
+    tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}
+    assert data_here.epoch(prepared(tmp_path, **tables)) is None
 
 
 def package(folder: Path, name: str) -> None:
