@@ -52,10 +52,15 @@ def write_plan(
     ranks: int,
     *,
     global_batch: int = 16,
-    micro_batch: int = 1,
+    micro_batch: int | None = None,
     precision: str = "fp32",
 ) -> None:
+    """Without ``micro_batch`` a step has two of them, in a pipeline two a stage: each costs a forward and a backward
+    pass, and most tests need no more than one beside the first."""
     layout = layout_of(strategy, ranks)
+    if micro_batch is None:
+        whole, rest = divmod(global_batch, layout.data_parallel * layout.pp * 2)
+        micro_batch = 1 if rest else whole
     batch = {
         "micro_batch": micro_batch,
         "grad_accum": global_batch // layout.data_parallel // micro_batch,
@@ -75,7 +80,7 @@ def make_run(
     every: int = 4,
     keep: int = 3,
     global_batch: int = 16,
-    micro_batch: int = 1,
+    micro_batch: int | None = None,
     precision: str = "fp32",
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,

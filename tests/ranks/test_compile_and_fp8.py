@@ -20,7 +20,7 @@ FSDP = Layout(strategy="fsdp", dp_shard=2, activation_checkpointing="selective")
 def losses(
     folder: Path, layout: Layout, setup: Callable[[], None] | None = None, **more: Any
 ) -> list[tuple[float, float]]:
-    run = make_run(folder, layout, layout.world_size, steps=4, micro_batch=2, **more)
+    run = make_run(folder, layout, layout.world_size, steps=4, **more)
     return list(Ranks(run, layout.world_size, setup=setup).expect(0).losses().values())
 
 

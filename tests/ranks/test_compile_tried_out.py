@@ -51,9 +51,9 @@ def one_without_a_compiler() -> None:
 def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_written(
     tmp_path: Path, layout: Layout
 ) -> None:
-    wanted = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3, micro_batch=2), 2, setup=one_thread)
+    wanted = Ranks(make_run(tmp_path / "plain" / "run", layout, 2, steps=3), 2, setup=one_thread)
     plain = wanted.expect(0).losses()
-    run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, micro_batch=2, parallel={"compile": True})
+    run = make_run(tmp_path / "compiled" / "run", layout, 2, steps=3, parallel={"compile": True})
     ranks = Ranks(run, 2, setup=one_without_a_compiler).expect(0)
     (failed,) = ranks.events("compile_failed")
     assert failed["why"].startswith("on rank 1 (node b): ") and "compile" in failed["fix"]
@@ -62,7 +62,7 @@ def test_a_compiler_that_fails_on_one_rank_leaves_the_layers_of_all_as_they_are_
 
 
 def test_both_times_are_reported_and_a_resume_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    options = {"steps": 4, "every": 2, "micro_batch": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
+    options = {"steps": 4, "every": 2, "parallel": {"compile": True}, "model": {"dropout": 0.1}}
     whole = make_run(tmp_path / "whole" / "run", Layout(), 1, **options)  # type: ignore[arg-type]
     ranks = Ranks(whole, 1, setup=quick_to_compile).expect(0)
     (told,) = ranks.events("compiled")

@@ -58,7 +58,7 @@ def losses(*values: float) -> None:
 
 
 def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
-    run = make_run(folder, layout, layout.world_size, steps=steps, every=every, keep=1, micro_batch=2)
+    run = make_run(folder, layout, layout.world_size, steps=steps, every=every, keep=1)
     spec = read_toml(run.spec)
     for name, table in tables.items():
         spec["recipe"].setdefault(name, {}).update(table)
@@ -162,7 +162,7 @@ def test_another_layout_is_refused_where_a_resume_must_be_exact(tmp_path: Path, 
     if resume == "exact":
         for result in Ranks(run, 2, attempt=3, setup=another_python, args=(1,)).expect(78).results():
             assert " then, 3.0.0 now (node b; rank 1)" in result["error"]["message"]
-    write_plan(run, Layout(strategy="fsdp", dp_shard=2), 2, micro_batch=2)
+    write_plan(run, Layout(strategy="fsdp", dp_shard=2), 2)
     other = Ranks(run, 2, attempt=4)
     differs = "layout ddp then, fsdp now (strategy ddp -> fsdp, dp_replicate 2 -> 1, dp_shard 1 -> 2)"
     if resume == "elastic":

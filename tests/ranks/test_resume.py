@@ -29,7 +29,7 @@ def uninterrupted(folder: Path, strategy: str, ranks: int, **kw: Any) -> Ranks:
         ("ddp", 4, {}),
         ("zero1", 4, {}),
         ("fsdp", 4, {}),
-        ("ddp", 8, {"model": {"dim": 64, "layers": 4}, "micro_batch": 2}),
+        ("ddp", 8, {"model": {"dim": 64, "layers": 4}}),
         ("fsdp", 8, {}),
         ("ddp", 4, {"micro_batch": 4, "model": {"dropout": 0.2}}),
         ("ddp", 4, {"precision": "bf16"}),

@@ -54,7 +54,7 @@ def save_what_it_begins_with() -> None:
 
 
 def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None, **kw: Any) -> RunDir:
-    options = {"steps": 3, "every": 100, "global_batch": 12, "micro_batch": 2, **kw}
+    options = {"steps": 3, "every": 100, "global_batch": 12, **kw}
     run = make_run(folder, layout, layout.world_size, **options)
     spec = tomllib.loads(run.spec.read_text())
     spec["recipe"]["parallel"] = parallel or {}

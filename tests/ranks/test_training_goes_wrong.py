@@ -37,7 +37,7 @@ MODEL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2}
 
 
 def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
-    options: dict[str, Any] = {"model": MODEL, "micro_batch": 2, **kw}
+    options: dict[str, Any] = {"model": MODEL, **kw}
     return make_run(folder, layout, layout.world_size, **options)
 
 
