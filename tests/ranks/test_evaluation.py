@@ -168,16 +168,35 @@ def pairs_apart() -> None:
     Apart.slice_names = ()  # type: ignore[assignment]
 
 
+def types_told() -> None:
+    """Setup: what linear layers return, while the model is trained and while it is evaluated."""
+    validated()
+    original = torch.nn.Linear.forward
+
+    def forward(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        found = original(self, x)
+        with Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "training" if self.training else "evaluation").open("a") as file:
+            file.write(f"{found.dtype}\n")
+        return found
+
+    torch.nn.Linear.forward = forward  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     "layout", [Layout(strategy="fsdp", dp_shard=2), Layout(tp=2)], ids=lambda layout: layout.words()
 )
 def test_an_evaluation_computes_in_the_precision_of_the_training(
     tmp_path: Path, wanted: dict[int, dict[str, float]], layout: Layout
 ) -> None:
-    found = trained(tmp_path / "run", layout, precision="bf16")
+    """By the type of what the layers return: the loss of so small a model hardly shows it."""
+    run = run_of(tmp_path / "run", layout, EVALUATE, precision="bf16")
+    ranks = Ranks(run, layout.world_size, setup=types_told)
+    ranks.expect(0)
+    found = evaluated(run)
     for step, values in wanted.items():
         assert found[step]["validation_loss"] == pytest.approx(values["validation_loss"], rel=2e-2)
-        assert found[step]["validation_loss"] != pytest.approx(values["validation_loss"], rel=2e-6)
+    types = {mode: set((ranks.rank_dir / mode).read_text().split()) for mode in ("training", "evaluation")}
+    assert types["evaluation"] == types["training"] == {"torch.bfloat16"}
 
 
 def losses_of(run: RunDir) -> dict[int, tuple[float, float]]:
