@@ -162,6 +162,19 @@ def of_patience(recipe: Recipe) -> list[str]:
     return [f"evaluation.patience = {asked} never ends the run, which has {there}, the last one at its end"]
 
 
+def of_plateau(recipe: Recipe) -> list[str]:
+    """Where the run is over before so many evaluations could lower its rate."""
+    schedule, every, steps = recipe.schedule, recipe.evaluate_every, recipe.train.steps
+    first = schedule.patience + 2  # one to compare with, those that are borne, and the next one
+    if schedule.kind != "plateau" or not recipe.data.validates or first * every < steps:
+        return []
+    there = counted(-(-steps // every), "evaluation")
+    return [
+        f"schedule.patience = {schedule.patience} never lowers the rate: evaluation {first} is the first that can, and "
+        f"the run has {there}, the last one at its end"
+    ]
+
+
 def of_budget(contract: ContractSpec, step_s: float | None, steps: int, ranks: int) -> list[str]:
     """Where the predicted time is more than the contract allows. Nothing where no time is predicted."""
     if step_s is None or not contract.has_budget:

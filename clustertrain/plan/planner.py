@@ -105,7 +105,7 @@ def plan(
     if spec.script is None:
         recipe = spec.recipe
         choice.warnings += notes.of_budget(recipe.contract, time.step_s, recipe.train.steps, given.world)
-        choice.warnings += notes.of_patience(recipe)
+        choice.warnings += [*notes.of_patience(recipe), *notes.of_plateau(recipe)]
         choice.warnings += notes.of_own_loss(recipe) if counted is None else []
     fabric = profile.fabric_interface if job.backend != "local" else ""  # one machine talks over its loopback
     return Plan(

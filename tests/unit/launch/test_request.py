@@ -133,6 +133,11 @@ def test_patience_that_outlasts_the_run_is_told(ask: Prepare) -> None:
     said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last one at its end"
     assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
     assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
+    asked = (*asked, "schedule.kind=plateau")
+    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last one at its end"
+    (note,) = ask(assignments=(*asked, "schedule.patience=1")).plan.warnings
+    assert note == f"schedule.patience = 1 never lowers the rate: {said}"
+    assert ask(assignments=(*asked, "schedule.patience=1", "evaluation.every=30")).plan.warnings == ()
 
 
 def test_nothing_trains_the_default_preset(ask: Prepare) -> None:
