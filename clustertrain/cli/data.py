@@ -36,7 +36,7 @@ def data() -> None:
     show_default=True,
     help="What is a document: a file, a line, or the text under --key of each line of JSON.",
 )
-@click.option("--key", default="text", show_default=True, help="Of the lines of JSON.")
+@click.option("--key", help="Of the lines of JSON.  [default: text]")
 @click.option("--tokenizer", default="bytes", show_default=True, help="bytes, or package.module:function (str -> ids).")
 @click.option("--end", type=click.IntRange(min=0), help="A token to put behind each document.")
 @click.option(
@@ -52,6 +52,11 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     from clustertrain.train import entries
     from clustertrain.train import tokenize as shards
 
+    if asked["key"] is not None and asked["documents"] != "jsonl":
+        raise UsageError(
+            f"--key {asked['key']}: with --documents {asked['documents']} there are no lines of JSON",
+            fix="add --documents jsonl, or leave it out",
+        )
     if tokenizer == "bytes":
         of_text: Any = shards.of_bytes
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
@@ -60,7 +65,7 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     else:
         raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
     narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"
-    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], asked["key"])
+    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], asked["key"] or "text")
     index = shards.write(
         folder,
         shards.ended(map(of_text, texts), asked["end"]),

@@ -25,7 +25,13 @@ def check(prepared: Prepared) -> str | None:
     recipe = prepared.spec.recipe
     if prepared.spec.script is not None:
         return None
-    for key, path in (("path", recipe.data_path), ("validation_path", recipe.validation_path)):
+    learned, apart = recipe.data_path, recipe.validation_path
+    if learned and apart and learned.exists() and apart.exists() and learned.samefile(apart):
+        raise ConfigError(
+            f"data.validation_path = {str(apart)!r} is what is learned from: it is data.path = {str(learned)!r}",
+            fix="give others, or data.validation",
+        )
+    for key, path in (("path", learned), ("validation_path", apart)):
         if path is None:
             continue
         if path.exists():

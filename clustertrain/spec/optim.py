@@ -63,6 +63,12 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             positive(f"lr_scale.{pattern}", factor)
         if self.lr_batch < 0:
             raise ValueError(f"lr_batch = {self.lr_batch}: must be 0 (not said) or more")
+        begins: dict[str, int] = {}
+        for entry in self.unfreeze:
+            for pattern in entry.modules:
+                if pattern in begins:
+                    raise ValueError(f"unfreeze: {pattern!r} is named for step {begins[pattern]} and for {entry.step}")
+                begins[pattern] = entry.step
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")
 

@@ -79,6 +79,7 @@ def test_lines_of_json(folder: Path) -> None:
         (["--tokenizer", "letters"], UsageError, "must be bytes or of the form"),
         (["--tokenizer", "nowhere_at_all:f"], ConfigError, "no module 'nowhere_at_all'"),
         (["--documents", "jsonl"], ConfigError, "a.txt, line 1: no JSON object with 'text'"),
+        (["--key", "body"], UsageError, "with --documents files there are no lines of JSON"),
         (["--pattern", "*.rst"], ConfigError, "no file fits"),
         (["--dtype", "uint8", "--end", "300"], ConfigError, "uint8 holds 0 to 255"),
     ],

@@ -40,6 +40,13 @@ def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path:
         data_here.check(local)
 
 
+def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
+        data_here.check(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
+
+
 def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
     write(tmp_path / "shards", [np.arange(count)], dtype="uint16")
     return {"kind": "tokens", "path": "shards"}

@@ -30,6 +30,10 @@ def recipe(**tables: Any) -> Recipe:
         ({"schedule": {"kind": "step", "milestones": [50, 200]}}, "milestones = .*before train.steps = 200"),
         ({"schedule": {"kind": "plateau"}}, "plateau' follows a validation metric: set data.validation"),
         ({"optim": {"unfreeze": [{"step": 200, "modules": ["a"]}]}}, "unfreeze: step 200"),
+        (
+            {"optim": {"unfreeze": [{"step": 3, "modules": ["a"]}, {"step": 9, "modules": ["b", "a"]}]}},
+            "unfreeze: 'a' is named for step 3 and for 9",
+        ),
         ({"contract": {"metric": "validation_accuracy"}}, "metric = 'validation_accuracy'.*set data.validation"),
         (
             {"contract": {"metric": "validation_acuracy"}, "data": {"validation": 0.1}},
