@@ -57,7 +57,7 @@ class Given:
         """The strategy that the user asked for by name or by degrees, and those words; None: free to choose."""
         job = self.spec.job
         if job.layout != "auto":
-            return job.layout, f"{job.layout}: asked for with --layout"
+            return job.layout, f"{job.layout}: asked for with --layout or job.layout"
         if not job.dp_replicate and not job.dp_shard:
             return None, ""
         data = self.world // (self.tp * self.cp * self.pp)

@@ -177,7 +177,7 @@ def _of_units(row: Mapping[str, Any]) -> Iterator[Warning]:
     if name is not None and dead[name] > DEAD:
         yield Warning(
             "dead_units",
-            f"{dead[name]:.0%} of the units of {name} are zero for every sample of the step",
+            f"{dead[name]:.0%} of the units of {name} are zero for every sample that a rank has in the step",
             "a lower learning rate, another initialisation, or an activation that does not end at zero (GELU, leaky "
             "ReLU)",
             dead[name],
