@@ -65,7 +65,8 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     else:
         raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
     narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"
-    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], asked["key"] or "text")
+    key = "text" if asked["key"] is None else asked["key"]
+    texts = shards.texts(path.absolute(), asked["pattern"], asked["documents"], key)
     index = shards.write(
         folder,
         shards.ended(map(of_text, texts), asked["end"]),

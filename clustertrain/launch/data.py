@@ -75,16 +75,16 @@ def _samples(recipe: Recipe) -> int | None:
         return found.samples if found is not None else None
     if data.pack or (path is not None and not path.exists()):
         return None
-    if kind in ("text", "pairs") and (path is None or path.is_dir()):
-        return data.max_bytes // recipe.tokens_per_sample  # no more of their files are read
+    if kind in ("text", "pairs"):
+        there = path.stat().st_size if path is not None and path.is_file() else data.max_bytes  # of all files together
+        # Of text each byte's target is the next one, which the last one does not have.
+        return (min(there, data.max_bytes) - (kind == "text")) // recipe.tokens_per_sample
     if path is None:
         return None
     if kind == "tokens":
         counts = [shard.tokens for shard in shards.read_index(path).shards]
         known = [n for n in counts if n is not None]
         return (sum(known) - 1) // data.seq_len if len(known) == len(counts) else None
-    if kind in ("text", "pairs") and path.is_file():
-        return min(path.stat().st_size, data.max_bytes) // recipe.tokens_per_sample
     return None
 
 

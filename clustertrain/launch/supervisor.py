@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -114,13 +116,13 @@ class Supervisor:
         # A row of an earlier attempt is not a step of this one.
         return row is not None and row["t"] >= (self.job.start_time or 0) and row["step"] >= steps[self.rehearsed]
 
-    def _tell_of_missed_rehearsals(self) -> None:
+    def _tell_of_missed_rehearsals(self, steps: Sequence[int]) -> None:
         """A run of quick steps may be over before the warning: whoever rehearses must not take it for preempted."""
-        missed = self.job.preempt_at_steps[self.rehearsed :]
-        if missed:
-            said = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, missed))}"
-            with self.run.job_log.open("a") as log:
-                log.write(f"clustertrain: {said}\n")
+        if not steps:
+            return
+        said = f"rehearsal.preempt_at_steps: the job ended before it was preempted at {', '.join(map(str, steps))}"
+        with suppress(OSError), self.run.job_log.open("a") as log:
+            log.write(f"clustertrain: {said}\n")
 
     def _finish(self, code: int, ended_by: str, start: float) -> bool:
         asked = fsio.peek_json(self.folder.requeue)
@@ -135,7 +137,9 @@ class Supervisor:
             again = ended_by == "PREEMPTED" and self.killed
         else:
             state = "COMPLETED" if code == 0 else "FAILED"
-            self._tell_of_missed_rehearsals()
+        if code == 0 and not again and state in ("COMPLETED", "PREEMPTED"):
+            in_vain = int(state == "PREEMPTED")  # it was done before the warning had an effect
+            self._tell_of_missed_rehearsals(self.job.preempt_at_steps[self.rehearsed - in_vain :])
         record = {
             "state": state,
             "start": start,

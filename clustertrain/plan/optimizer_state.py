@@ -19,7 +19,7 @@ from clustertrain.spec.recipe import ModelSpec
 WHOLE: frozenset[OptimizerName] = frozenset(
     {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}
 )  # their update needs whole parameters
-COUPLED: frozenset[OptimizerName] = frozenset({"adam", "sgd"})  # the decay goes into the gradient
+COUPLED: frozenset[OptimizerName] = frozenset({"adam", "sgd", "lars", "shampoo"})  # the decay goes into the gradient
 MUCH_COUPLED_DECAY = 0.01
 OF_MATRICES: frozenset[OptimizerName] = frozenset({"muon", "shampoo"})  # the rest of the model has AdamW
 BY_SHAPE: frozenset[OptimizerName] = frozenset({"adafactor", "muon", "soap", "shampoo", "adamw8bit"})
@@ -160,7 +160,7 @@ def refuse(spec: OptimSpec, layout: Layout, kind: str, device: str) -> list[str]
     if name in COUPLED and spec.weight_decay > MUCH_COUPLED_DECAY:
         found.append(
             f"optim.weight_decay = {spec.weight_decay:g} with optim.name = {name!r}: it is added to the gradient (L2), "
-            "where adamw takes it off the weights (arXiv 1711.05101); 1e-4 is usual with this one"
+            "where adamw takes it off the weights (arXiv 1711.05101): far less is usual with this one, such as 1e-4"
         )
     if name == "shampoo":
         found.append(

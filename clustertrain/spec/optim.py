@@ -67,7 +67,9 @@ class OptimSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         for entry in self.unfreeze:
             for pattern in entry.modules:
                 if pattern in begins:
-                    raise ValueError(f"unfreeze: {pattern!r} is named for step {begins[pattern]} and for {entry.step}")
+                    raise ValueError(
+                        f"unfreeze: {pattern!r} is named twice, for steps {begins[pattern]} and {entry.step}"
+                    )
                 begins[pattern] = entry.step
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must be 0 or more")

@@ -55,8 +55,9 @@ def write_plan(
     micro_batch: int | None = None,
     precision: str = "fp32",
 ) -> None:
-    """Without ``micro_batch`` a step has two of them, in a pipeline two a stage: each costs a forward and a backward
-    pass, and most tests need no more than one beside the first."""
+    """Without ``micro_batch`` a step has two of them, in a pipeline two for each of its ranks: each costs a forward and
+    a backward pass, and most tests need no more than one beside the first. Where that does not divide they are of one
+    sample."""
     layout = layout_of(strategy, ranks)
     if micro_batch is None:
         whole, rest = divmod(global_batch, layout.data_parallel * layout.pp * 2)

@@ -63,7 +63,7 @@ def one_thread() -> None:
 
 
 def run_of(folder: Path, layout: Layout, tables: dict[str, Any] | None = None, **kw: Any) -> RunDir:
-    kw = {"steps": STEPS, "every": 100, **kw}
+    kw = {"steps": STEPS, "every": 100, "micro_batch": 2, **kw}  # in a pipeline the samples are two chunks of these
     run = make_run(folder, layout, layout.world_size, **kw)
     spec = read_toml(run.spec)
     for name, table in (tables or {}).items():

@@ -109,7 +109,9 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
     status = run.complete()
     assert run.endings() == ["preempted", "completed"]
     assert status["attempts"][0]["requeued"] == "slurm"
-    assert "the job ended before it was preempted at 1000" in (run.path / "job.log").read_text()
+    # By the supervisor, after the run's own last word.
+    said = "the job ended before it was preempted at 1000"
+    assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
 
 
 def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(

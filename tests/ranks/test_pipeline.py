@@ -28,7 +28,7 @@ FSDP = functools.partial(Layout, pp=2, strategy="fsdp", dp_shard=2)
 
 
 def run_of(folder: Path, layout: Layout, **kw: Any) -> RunDir:
-    kw = {"steps": STEPS, "every": 100, **kw}
+    kw = {"steps": STEPS, "micro_batch": 2, "every": 100, **kw}
     return make_run(folder, layout, layout.world_size, **kw)
 
 

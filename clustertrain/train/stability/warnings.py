@@ -91,7 +91,8 @@ class Warnings:
                 "rate or longer warmup makes spikes rarer",
                 loss,
             )
-        counts = not (row.get("skipped") == 0 and loss is not None and math.isnan(loss))
+        # The norm tells it from a nan that a script has logged for the loss: no target, no gradient.
+        counts = not (row.get("skipped") == 0 and norm == 0 and loss is not None and math.isnan(loss))
         self._uncounted = 0 if counts else self._uncounted + 1
         if self._uncounted >= UNCOUNTED_STEPS:
             yield Warning(

@@ -116,7 +116,7 @@ def test_what_is_slow_is_said() -> None:
     assert not any("optim.name" in w for w in chosen({}).warnings)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "lars", "shampoo"])
 def test_a_decay_meant_for_adamw_is_told_where_it_goes_into_the_gradient(name: str) -> None:
     def told(**optim: Any) -> list[str]:
         return [w for w in chosen(optim).warnings if "weight_decay" in w]

@@ -32,7 +32,7 @@ def recipe(**tables: Any) -> Recipe:
         ({"optim": {"unfreeze": [{"step": 200, "modules": ["a"]}]}}, "unfreeze: step 200"),
         (
             {"optim": {"unfreeze": [{"step": 3, "modules": ["a"]}, {"step": 9, "modules": ["b", "a"]}]}},
-            "unfreeze: 'a' is named for step 3 and for 9",
+            "unfreeze: 'a' is named twice, for steps 3 and 9",
         ),
         ({"contract": {"metric": "validation_accuracy"}}, "metric = 'validation_accuracy'.*set data.validation"),
         (

@@ -97,6 +97,10 @@ def test_steps_in_a_row_that_count_nothing_are_told(told: Told) -> None:
     assert told.see(VANISHED_STEPS, **nothing) == ["nothing_counted"]
 
 
+def test_a_nan_that_a_script_logs_for_its_loss_is_none_of_these(told: Told) -> None:
+    assert told.see(UNCOUNTED_STEPS, loss=math.nan) == []
+
+
 def test_a_norm_that_stays_near_nothing(told: Told) -> None:
     assert told.see(VANISHED_STEPS - 1, grad_norm=1e-9) == []
     assert told.see(grad_norm=1e-3) == []
