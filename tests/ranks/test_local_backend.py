@@ -114,6 +114,21 @@ def test_what_ignores_the_warning_is_killed_after_the_grace_time_and_started_aga
     assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
 
 
+def test_a_warning_in_the_last_step_comes_too_late_and_is_told(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    script = tmp_path / "nearly.py"
+    script.write_text(
+        "import clustertrain as ct, time\n"
+        "with ct.session() as s:\n"
+        "    for step in s.steps(total=2, state={'done': 0}):\n"
+        "        time.sleep(step * 2)\n"
+    )
+    run = submitted(*ALONE, "--set", "rehearsal.preempt_at_steps=[1]", str(script))
+    run.complete()
+    assert run.endings() == ["completed"]
+    said = "the job ended before it was preempted at 1"
+    assert clock.wait_until(lambda: said in (run.path / "job.log").read_text(), 30)
+
+
 def test_cancel_ends_every_process_and_only_a_requeue_by_hand_goes_on(
     submitted: Callable[..., Run], tmp_path: Path
 ) -> None:
