@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tests.fuzz.inputs import commands, documents, repositories, run_files, scripts, tables
+from tests.fuzz.inputs import commands, documents, repositories, run_files, scripts, surroundings, tables
 from tests.fuzz.play import InputClass, Played, play
 from tests.fuzz.sandbox import sandbox
 
 CLASSES: dict[str, InputClass] = {
-    of.name: of for module in (documents, commands, run_files, tables, repositories, scripts) for of in module.CLASSES
+    of.name: of
+    for module in (documents, commands, run_files, tables, repositories, scripts, surroundings)
+    for of in module.CLASSES
 }
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -25,7 +25,26 @@ SECRET = "s3cr3t-b9c41f"
 EXIT_CODES = frozenset({0, 1, 2, 75, 78, 93})
 # ESC and its relatives, DEL, C1, and what turns the direction of text: a terminal acts on them.
 RAW = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-SLURM = {"sbatch": "echo slurm-wlm 22.05.8", "squeue": "exit 0", "scontrol": "exit 1", "sacct": "exit 0"}
+# Prints what :meth:`Sandbox.answer` has set for the command, or for the command with one of its arguments.
+SLURM = """#!/bin/sh
+[ "$1" = --version ] && echo slurm-wlm 22.05.8 && exit 0
+cd {answers} || {{ {otherwise}; }}
+for word in "$@" ''; do
+    said={name}.$word
+    [ -f "${{said%.}}" ] || continue
+    cat "${{said%.}}"
+    cat errors >&2
+    exit "$(cat status)"
+done
+{otherwise}
+"""
+OTHERWISE = {
+    "sbatch": "echo 4711; exit 0",
+    "squeue": "exit 0",
+    "scontrol": "exit 1",
+    "sacct": "exit 0",
+    "scancel": "exit 0",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,17 @@ class Sandbox:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
+
+    def answer(self, said: Mapping[str, bytes], errors: bytes, status: int) -> None:
+        """What Slurm's commands print from now on, by their names; `scontrol.node` is for calls with that
+        argument."""
+        folder = self.root / "answers"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, text in said.items():
+            (folder / name).write_bytes(text)
+        (folder / "errors").write_bytes(errors)
+        (folder / "status").write_text(str(status))
 
     def check(self) -> None:
         """Raises FaultFound where a trap went off."""
@@ -136,9 +166,10 @@ def sandbox() -> Iterator[Sandbox]:
         for folder in (made.site, made.home / "runs", made.outside, made.site / "tmp", made.root / "bin"):
             folder.mkdir(parents=True)
         (made.outside / "secret").write_text(SECRET)
-        for command, answer in SLURM.items():
+        (made.root / "answers").mkdir()
+        for command, otherwise in OTHERWISE.items():
             path = made.root / "bin" / command
-            path.write_text(f"#!/bin/sh\n{answer}\n")
+            path.write_text(SLURM.format(name=command, answers=made.root / "answers", otherwise=otherwise))
             path.chmod(0o755)
         env = {
             "PATH": f"{made.root / 'bin'}:{os.environ['PATH']}",
