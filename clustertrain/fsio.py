@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from clustertrain import reading
+
 
 def fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -59,12 +61,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON in ``path``, or None when the file is missing or (a reader beat a rename on NFS) empty."""
+    """The JSON in ``path``, or None when the file is missing or (a reader beat a rename on NFS) empty.
+
+    Raises:
+        reading.UnusableFile: it is not JSON, or too large, or no file.
+    """
     try:
-        text = path.read_text()
+        return reading.read_json(path)
     except FileNotFoundError:
         return None
-    return json.loads(text) if text.strip() else None
 
 
 def peek_json(path: Path) -> Any | None:
@@ -88,7 +93,7 @@ class Appender:
         make_folder(path.parent)
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
         # A predecessor that was killed mid-line must not glue its half to our first line.
-        if os.fstat(self._fd).st_size and path.read_bytes()[-1:] != b"\n":
+        if os.fstat(self._fd).st_size and _last_byte(path) != b"\n":
             os.write(self._fd, b"\n")
 
     def append(self, *records: dict[str, Any], sync: bool = False) -> None:
@@ -106,44 +111,39 @@ class Appender:
             self._fd = None
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an append-only file. Half a line (a writer killed, or still writing) is skipped."""
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+def _last_byte(path: Path) -> bytes:
+    with reading.opened(path) as f:
+        f.seek(-1, os.SEEK_END)
+        return f.read(1)
+
+
+def read_lines(path: Path, limit: int = reading.LINES_BYTES) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an append-only file. Half a line (a writer killed, or still writing) is skipped, as is what
+    lies before the last ``limit`` bytes. Raises reading.UnusableFile for what is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from _records(reading.lines(path, limit))
 
 
 def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
     """As :func:`read_lines`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
     that is cut is skipped."""
     try:
-        with path.open("rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - size))
-            lines = f.read(size).splitlines()
+        return list(read_lines(path, size))
     except OSError:
         return []
-    return records(lines)
 
 
 def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The JSON objects among ``lines``; what is torn or something else is left out."""
-    found = []
+    return list(_records(lines))
+
+
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+        with contextlib.suppress(ValueError):
+            record = reading.parse(line.decode(errors="replace"))
+            if isinstance(record, dict):
+                yield record
 
 
 def make_folder(path: Path) -> None:

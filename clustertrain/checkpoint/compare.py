@@ -185,7 +185,8 @@ def _state(manifest: Manifest, *, with_ranks: bool) -> dict[str, Any]:
 
 def _how_saved(manifest: Manifest) -> dict[str, Any]:
     fields = msgspec.structs.asdict(manifest)
-    return dict(_leaves({k: v for k, v in fields.items() if k not in _STATE and k not in ("files", "made_in")}, ""))
+    kept = {k: v for k, v in fields.items() if k not in _STATE and k not in ("files", "made_in")}
+    return dict(_leaves(msgspec.to_builtins(kept), ""))  # a struct in it, as the metric is, leaf by leaf
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clustertrain.errors import Ambiguous, NotFound
+from clustertrain.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from clustertrain.run.folder import RunDir
@@ -77,4 +78,26 @@ def print_json(value: Any) -> None:
     """One document, keys in the order of the struct; numbers of any kind that msgspec knows."""
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(printable_json(msgspec.json.format(_encoded(value), indent=2).decode()))
+
+
+def print_json_line(value: Any) -> None:
+    """As :func:`print_json`, on one line."""
+    click.echo(printable_json(_encoded(value).decode()))
+
+
+def _encoded(value: Any) -> bytes:
+    import msgspec
+
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON of somebody else's may hold
+        return msgspec.json.encode(_encodable(msgspec.to_builtins(value)))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_encodable(inner) for inner in value]
+    return printable(value) if isinstance(value, str) else value

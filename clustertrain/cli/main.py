@@ -9,9 +9,15 @@ import importlib
 import click
 
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
+from clustertrain.printable import printing_safely
 
 # New objects between two searches for reference cycles. Python's own number, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
+
+# What a file system says of a file or a folder: no mistake of this program.
+_OF_FILES = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
+)
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.
 COMMANDS = {
@@ -75,7 +81,8 @@ def main() -> int:
     # cycles (submit: 0.22 s of processor time, 0.15 s so). Most of that at its exit, which skips what is frozen.
     gc.set_threshold(GC_THRESHOLD)
     try:
-        return _run()
+        with printing_safely():
+            return _run()
     finally:
         gc.freeze()
 
@@ -92,7 +99,7 @@ def _run() -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if e.errno not in _OF_FILES:
             raise
         click.echo(f"clustertrain: {e.filename or 'a file'}: {e.strerror}", err=True)
         return EXIT_FAILED

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clustertrain import clock
-from clustertrain.cli.common import find_run, json_option, print_json, run_argument
+from clustertrain.cli.common import find_run, json_option, print_json, print_json_line, run_argument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,14 +76,12 @@ def _shown(live: Live, as_json: bool, once: bool, interval: float) -> int:
 
 
 def _json(live: Live, once: bool, interval: float) -> int:
-    import msgspec
-
     while True:
         view = live.view(wait=True)
         if once:
             print_json(view)
             return 0
-        click.echo(msgspec.json.encode(view))
+        print_json_line(view)
         if view.state in _ENDED:
             return 0
         clock.sleep(interval)

@@ -11,12 +11,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from clustertrain.printable import printable, raw
 
 NARROWEST, WIDEST, FALLBACK = 60, 200, 80
 UNBROKEN = 1 << 20  # the width of a pipe into which rows go whole
@@ -46,12 +49,21 @@ def make_console(file: IO[str] | None = None, width: int | None = None, *, rows:
     Piped, it writes plain text: no escapes, as wide as COLUMNS says, else 80; ``rows``, of which a script reads each as
     a line, are then as long as they are. NO_COLOR and TERM=dumb are respected.
     """
-    out = file or sys.stdout
+    out = raw(file or sys.stdout)
     if width is None:
         width = shutil.get_terminal_size((FALLBACK, 24)).columns if _is_terminal(out) else _columns()
     width = (UNBROKEN if rows else FALLBACK) if width is None else max(NARROWEST, min(width, WIDEST))
     # FORCE_COLOR would have rich write escapes into a pipe that nobody asked to colour.
-    return Console(file=out, width=width, force_terminal=_is_terminal(out), highlight=False, emoji=False, markup=False)
+    return _Console(file=out, width=width, force_terminal=_is_terminal(out), highlight=False, emoji=False, markup=False)
+
+
+class _Console(Console):
+    """All text that it prints, in live displays as well, goes through :func:`printable`; its own commands to the
+    terminal do not."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def _is_terminal(out: IO[str]) -> bool:

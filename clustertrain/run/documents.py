@@ -3,10 +3,11 @@ left out and told, so that one such file does not hide the rest of the run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
+
+from clustertrain import reading
 
 MOST = 2.0**63
 _NAMES = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
@@ -27,17 +28,15 @@ def read(path: Path, kinds: Mapping[str, type] | None = None) -> Document:
         PermissionError: it may not be read.
     """
     try:
-        text = path.read_bytes().decode()
-        found = json.loads(text) if text.strip() else {}
+        text = reading.read_text(path)
+        found = reading.parse(text) if text.strip() else {}
     except FileNotFoundError:
         return Document({})
     except PermissionError:
         raise
     except OSError as e:
         return Document({}, f"{path}: {e.strerror or e}")
-    except UnicodeDecodeError:
-        return Document({}, f"{path}: is not UTF-8")
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         return Document({}, f"{path}: is not JSON: {e}")
     if not isinstance(found, dict):
         return Document({}, f"{path}: holds {_NAMES[type(found)]}, not an object")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clustertrain import fsio, settings
+from clustertrain import fsio, reading, settings
 from clustertrain.errors import ConfigError, NotFound, NotReadable
 
 ROLLED_BACK = "rolled-back.json"  # among the checkpoints: which do not count any more
@@ -178,7 +177,7 @@ class RunDir:
         """Step and marker of what :mod:`clustertrain.checkpoint.rollback` has noted; none where its record does not
         read, which the next attempt tells."""
         try:
-            records = json.loads(_read(self.checkpoints / ROLLED_BACK) or "[]")
+            records = reading.parse(_read(self.checkpoints / ROLLED_BACK) or "[]")
             return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}
         except (ValueError, TypeError, AttributeError):
             return set()
@@ -196,7 +195,7 @@ class RunDir:
 def _read(path: Path) -> str:
     """Empty where it is not there (any more)."""
     try:
-        return path.read_text(errors="replace")
+        return reading.read_bytes(path).decode(errors="replace")
     except OSError:
         return ""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import math
 import os
 import re
@@ -13,12 +14,17 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from clustertrain import reading
+from clustertrain.run.documents import is_number
+
 Row = dict[str, Any]
 
 WINDOW = 1 << 14  # bytes, many rows of the trainer's own
 WHOLE = 1 << 22  # files up to here are read whole where a sample would do
 WINDOWS = 128  # that a longer one is sampled in
 CHUNK = 1 << 20
+MOST = 1 << 26  # bytes that are looked at for a row: what has none in them has none
+COLUMNS_MOST = 1 << 32  # bytes of a file that become columns: some ten million rows
 
 # Python writes what JSON does not know, and msgspec refuses it.
 _NO_NUMBER = re.compile(rb"(?<=[:,\[])\s*-?(?:NaN|Infinity)(?=[,}\]])")
@@ -37,7 +43,7 @@ def last(path: Path, size: int = 4096, *, least: int = 1) -> list[Row]:
         end = _size(f)
         while True:
             found = _within(f, max(0, end - size), size)
-            if len(found) >= least or size >= end:
+            if len(found) >= least or size >= min(end, MOST):
                 return found
             size *= 2
 
@@ -91,38 +97,39 @@ def columns(path: Path, keys: Sequence[str]) -> dict[str, array[float]]:
 def _decoded(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
     try:
         return decoder.decode_lines(lines)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         pass
     rows = []
     for line in _NO_NUMBER.sub(b"null", lines).split(b"\n"):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # torn, empty, or nested too deep
             rows.append(decoder.decode(line))
-        except msgspec.MsgspecError:  # torn, or empty
-            continue
     return rows
 
 
 def _number(value: Any) -> float:
-    return value if type(value) is float else float(value) if type(value) is int else math.nan
+    return value if type(value) is float else float(value) if is_number(value) else math.nan
 
 
 def _chunks(f: BinaryIO) -> Iterator[bytes]:
     """Whole lines."""
-    rest = b""
-    while block := f.read(CHUNK):
+    rest, left = b"", COLUMNS_MOST
+    while left > 0 and (block := f.read(CHUNK)):
+        left -= len(block)
         lines, end, tail = (rest + block).rpartition(b"\n")
         if end:
             yield lines
-        rest = tail
+        rest = tail if len(tail) < reading.LINE_BYTES else b""  # no row: its end does not read either
     if rest:
         yield rest
 
 
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        return Path(os.devnull).open("rb")
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with contextlib.ExitStack() as stack:
+        found: BinaryIO = io.BytesIO()
+        with contextlib.suppress(FileNotFoundError):
+            found = stack.enter_context(reading.opened(path))
+        yield found
 
 
 def _size(f: BinaryIO) -> int:
@@ -135,7 +142,7 @@ def _forward(f: BinaryIO, start: int, size: int, enough: Callable[[list[Row]], b
     end = _size(f)
     while True:
         found = _within(f, start, size)
-        if enough(found) or start + size >= end:
+        if enough(found) or start + size >= end or size >= MOST:
             return found
         size *= 2
 
@@ -147,10 +154,8 @@ def _within(f: BinaryIO, start: int, size: int) -> list[Row]:
     lines = f.read(size + (start > 0)).split(b"\n")
     rows = []
     for line in lines[1 if start > 0 else 0 :]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(row)
+        with contextlib.suppress(ValueError):
+            row = reading.parse(line)
+            if isinstance(row, dict) and type(step := row.get("step")) is int and is_number(step):
+                rows.append(row)
     return rows

@@ -18,6 +18,7 @@ from rich.console import Console
 from clustertrain import clock, proc
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, rollback
+from clustertrain.checkpoint.manifest import Metric
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
@@ -241,6 +242,18 @@ def test_diff_of_equals(run: Path, command: Command) -> None:
     assert said.code == 0
     assert said.out.splitlines()[:2] == [f"A  {folder_of(run, 6)}", f"B  {folder_of(run, 6)}"]
     assert said.out.splitlines()[-1].startswith("equal: ")
+
+
+def test_diff_of_two_that_were_judged_by_another_value(run: Path, command: Command) -> None:
+    for step, value in ((3, 2.5), (6, 1.5)):
+        folder = index.step_folder(run / "checkpoints", step)
+        change_index(folder, metric=Metric(name="validation_loss", value=value))
+    said = command("diff", "net@3", "net@6", "--all")
+    assert said.code == 1 and "Traceback" not in said.err
+    (line,) = [line for line in said.out.splitlines() if line.strip().startswith("metric/value")]
+    assert line.split() == ["metric/value", "2.5", "1.5"]
+    found = command("diff", "net@3", "net@6", "--json").json
+    assert {"name": "metric/value", "only": None, "a": 2.5, "b": 1.5} in found["saved"]
 
 
 def test_diff_of_two_steps(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,194 @@
+"""The door to files that somebody else wrote: runs, checkpoints, telemetry, profiles, tables.
+
+Whoever can write a run's folder decides what lies in it. So nothing here waits (a FIFO), reads without an end (a
+device, a file that grows) or takes more memory than the limits below (a file of 50 GB, a bomb, deeply nested JSON).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from clustertrain.errors import ClusterTrainError
+
+MIB = 1 << 20
+DOCUMENT_BYTES = 32 * MIB  # JSON and TOML
+LINE_BYTES = 4 * MIB  # of JSON; a longer one is skipped
+LINES_BYTES = 256 * MIB  # of a longer file of lines only the end is read
+DEPTH = 100  # levels of nested JSON
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_FIX = "put the file back from a copy, or remove it"
+_CHUNK = 1 << 16
+_GZIP = 16 + zlib.MAX_WBITS
+
+T = TypeVar("T")
+
+
+class UnusableFile(ClusterTrainError, OSError, ValueError):
+    """A file that is not of a kind, size or content that can be read. Whoever goes on without a file that cannot be
+    opened or parsed goes on without this one, too."""
+
+    def __init__(self, path: Path, why: str, *, fix: str = _FIX) -> None:
+        ClusterTrainError.__init__(self, f"{path}: {why}", fix=fix)
+        self.filename = str(path)
+        self.strerror = why
+
+    def __str__(self) -> str:
+        return ClusterTrainError.__str__(self)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, or a link to one, to read from. Never waits for one to be written.
+
+    Raises:
+        OSError: it cannot be opened; FileNotFoundError where there is none.
+        UnusableFile: it is something else.
+    """
+    try:
+        _refuse_kind(path, path.stat().st_mode)  # a device is not even opened: that alone may act on it
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise UnusableFile(path, "is a link that leads to itself") from e
+        raise
+    with os.fdopen(fd, "rb") as file:
+        _refuse_kind(path, os.fstat(fd).st_mode)
+        yield file
+
+
+def _refuse_kind(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise UnusableFile(path, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
+
+
+def read_bytes(path: Path, limit: int = DOCUMENT_BYTES) -> bytes:
+    """What is in ``path``.
+
+    Raises:
+        OSError: it cannot be read; FileNotFoundError where there is none.
+        UnusableFile: it is no file, or has more than ``limit`` bytes.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # What has no size (in /proc), or grows, ends at the limit as well.
+        parts, left = [], limit + 1 if size <= limit else 0
+        while left and (part := file.read(min(left, size + _CHUNK))):
+            parts.append(part)
+            left -= len(part)
+        if not left:
+            raise UnusableFile(path, f"is longer than {limit / MIB:g} MiB")
+        return b"".join(parts)
+
+
+def read_text(path: Path, limit: int = DOCUMENT_BYTES) -> str:
+    """As :func:`read_bytes`. Raises UnusableFile also for what is not UTF-8."""
+    try:
+        return read_bytes(path, limit).decode()
+    except UnicodeDecodeError as e:
+        raise UnusableFile(path, "is not UTF-8") from e
+
+
+def read_json(path: Path, limit: int = DOCUMENT_BYTES) -> Any:
+    """As :func:`read_text`; None where the file is empty. Raises UnusableFile also for what is not JSON."""
+    text = read_text(path, limit)
+    if not text.strip():
+        return None
+    try:
+        return parse(text)
+    except ValueError as e:
+        raise UnusableFile(path, f"is not JSON: {e}") from e
+
+
+def read_struct(path: Path, kind: type[T], limit: int = DOCUMENT_BYTES) -> T:
+    """As :func:`read_bytes`, as a ``kind``. Raises UnusableFile also where it is not one."""
+    try:
+        return decode(read_bytes(path, limit), kind)
+    except msgspec.MsgspecError as e:
+        raise UnusableFile(path, f"is not what it should be: {e}") from e
+
+
+def parse(text: str | bytes) -> Any:
+    """JSON of at most :data:`DEPTH` levels. Raises ValueError in words for anything else."""
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError(f"nested more than {DEPTH} levels deep") from None
+    except ValueError:
+        raise ValueError("a number has more than 4,300 digits") from None
+    if text.count("[") + text.count("{") > DEPTH and is_deep(value):
+        raise ValueError(f"nested more than {DEPTH} levels deep")
+    return value
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """JSON as a ``kind``. Raises msgspec.DecodeError for anything else, for what is nested too deep as well."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deep") from None
+    except UnicodeDecodeError as e:
+        raise msgspec.DecodeError(f"not UTF-8: {e.reason}") from None
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and dicts are nested more than :data:`DEPTH` levels deep."""
+    level = [value]
+    for _ in range(DEPTH):
+        inner = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
+        level = [v for of in inner for v in of if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def lines(path: Path, limit: int = LINES_BYTES) -> Iterator[bytes]:
+    """The lines of a file, without those of more than :data:`LINE_BYTES`; of one with more than ``limit`` bytes those
+    in its last ones. Raises as :func:`opened`."""
+    with opened(path) as file:
+        # With the byte before: what follows a line's end is whole.
+        start = max(0, os.fstat(file.fileno()).st_size - limit - 1)
+        file.seek(start)
+        # A first line that is cut is left out, as is what is left of one that is too long.
+        cut, left = start > 0, limit + 1
+        while left > 0 and (line := file.readline(min(left, LINE_BYTES + 1))):
+            left -= len(line)
+            ends = line.endswith(b"\n")
+            too_long = len(line) > LINE_BYTES and not ends
+            if not cut and not too_long:
+                yield line
+            cut = (cut or too_long) and not ends
+
+
+def unpacked(data: bytes | memoryview, limit: int, wbits: int = _GZIP) -> bytes:
+    """One member of gzip, or what ``wbits`` says. Raises ValueError where it is damaged, or has more than ``limit``
+    bytes unpacked."""
+    unpacker = zlib.decompressobj(wbits)
+    try:
+        found = unpacker.decompress(data, limit + 1)
+    except zlib.error as e:
+        raise ValueError(str(e)) from e
+    if len(found) > limit:
+        raise ValueError(f"has more than {limit / MIB:g} MiB unpacked")
+    if not unpacker.eof:
+        raise ValueError("is cut short")
+    return found

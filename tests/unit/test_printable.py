@@ -1,0 +1,81 @@
+"""Text of others on its way to a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import click
+import pytest
+from rich.console import Group
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from clustertrain.cli.common import print_json, print_json_line
+from clustertrain.printable import PrintableStream, printable, printing_safely
+from clustertrain.report.terminal import emit, make_console
+
+OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
+ACTS = [OSC_52, "\x9b31m", "\x7f", "\r", "\x08", "\0", "\u202egpj.exe", "\u2066x", "\ud800", "\x85"]
+
+
+@pytest.mark.parametrize("text", ACTS, ids=repr)
+def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printable(f"a{text}b")
+    assert shown.startswith("a\\") and shown.isprintable()
+    with printing_safely():
+        click.echo(f"a{text}b")
+        print(f"a{text}b", file=sys.stderr)
+    assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
+
+
+def test_what_is_harmless_stays() -> None:
+    text = "a\tb\nmüde 漢字 🙂 \\x1b"
+    assert printable(text) == text
+    assert printable("1 %\r2 %\n", but="\r") == "1 %\r2 %\n"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("file", [io.StringIO, Terminal])
+def test_a_report_shows_escapes_and_keeps_its_colors(file: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = file()
+    table = Table()
+    table.add_column(OSC_52)
+    table.add_row(Text(OSC_52, "red"))
+    emit(make_console(PrintableStream(out)), Group(table, Text(OSC_52)), OSC_52)  # type: ignore[arg-type]
+    shown = out.getvalue()
+    assert shown.count("\\x1b]52;c;") == 4 and "\x1b]" not in shown and "\x07" not in shown
+    assert ("\x1b[31m" in shown) == (file is Terminal)
+
+
+def test_a_progress_bar_moves_the_cursor_and_its_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Terminal()
+    console = make_console(out)
+    with Progress(console=console) as bar:
+        bar.add_task(OSC_52)
+        bar.console.print(OSC_52)
+    assert "\x1b]52" not in out.getvalue() and "\x1b[?25l" in out.getvalue()
+    assert "\\x1b]52" in out.getvalue()
+
+
+@pytest.mark.parametrize("text", ACTS, ids=repr)
+def test_json_is_safe_and_the_same(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"a": [text], text: 1.5}
+    with printing_safely():
+        print_json(value)
+        print_json_line(value)
+    for said in (capsys.readouterr().out,):
+        assert all(c == "\n" or c.isprintable() for c in said)
+        whole, line = said[: said.rindex("\n{")], said[said.rindex("\n{") :]
+        shown = {"a": [printable(text)], printable(text): 1.5} if text == "\ud800" else value
+        assert json.loads(whole) == json.loads(line) == shown

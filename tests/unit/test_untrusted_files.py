@@ -1,0 +1,147 @@
+"""Files of others: of any kind, size and depth. Nothing waits for them, reads them without an end, or recurses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain import fsio, reading
+from clustertrain.reading import DEPTH, UnusableFile
+
+
+def odd(folder: Path, kind: str) -> Path:
+    path = folder / "odd"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "leads to itself":
+        path.symlink_to("odd")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "leads to itself"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = odd(tmp_path, kind)
+    for read in (reading.read_bytes, fsio.read_json, lambda p: list(fsio.read_lines(p))):
+        with pytest.raises(UnusableFile) as e:
+            read(path)
+        assert str(path) in e.value.message and kind in e.value.message and e.value.fix
+    assert fsio.peek_json(path) is None and fsio.last_lines(path, 100) == []
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("[1]")
+    (tmp_path / "b").symlink_to("a")
+    assert fsio.read_json(tmp_path / "b") == [1]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert fsio.read_json(tmp_path / "none") is None and list(fsio.read_lines(tmp_path / "none")) == []
+    with pytest.raises(FileNotFoundError):
+        reading.read_bytes(tmp_path / "none")
+
+
+def test_a_file_of_50_gb_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, 50 << 30)
+    with pytest.raises(UnusableFile, match="longer than 32 MiB"):
+        reading.read_bytes(path)
+
+
+def test_the_limit_is_in_the_bytes_that_are_read(tmp_path: Path) -> None:
+    """Whatever the size says: a file in /proc has none."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    assert reading.read_bytes(path, 100) == b"x" * 100
+    with pytest.raises(UnusableFile, match="longer than"):
+        reading.read_bytes(path, 99)
+    with pytest.raises(UnusableFile, match="longer than"):
+        reading.read_bytes(Path("/proc/self/status"), 10)
+    assert b"Pid:" in reading.read_bytes(Path("/proc/self/status"))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "nested"),
+        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested"),
+        ("9" * 5000, "digits"),
+        ('{"a": 1', "delimiter"),
+    ],
+)
+def test_json_that_breaks_parsers(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(UnusableFile) as e:
+        fsio.read_json(path)
+    assert why in e.value.message and path.name in e.value.message
+    path.write_text(f'{{"a": 1}}\n{text}\n{{"a": 2}}\n')
+    assert list(fsio.read_lines(path)) == [{"a": 1}, {"a": 2}]
+
+
+def test_as_deep_as_may_be() -> None:
+    text = "[" * DEPTH + "]" * DEPTH
+    assert reading.parse(text) == json.loads(text)
+    wide = json.dumps([[[i]] for i in range(1000)])
+    assert len(reading.parse(wide)) == 1000
+
+
+def test_a_struct_with_something_deep_in_it(tmp_path: Path) -> None:
+    class Kind(msgspec.Struct):
+        any: Any
+
+    path = tmp_path / "file.json"
+    path.write_text('{"any": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UnusableFile, match="nested"):
+        reading.read_struct(path, Kind)
+    path.write_text('{"any": 7}')
+    assert reading.read_struct(path, Kind).any == 7
+
+
+def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    long = b'{"a": "' + b"x" * reading.LINE_BYTES + b'"}'
+    path.write_bytes(b'{"a": 1}\n' + long + b'\n{"a": 2}\n{"a": 3')
+    assert list(fsio.read_lines(path)) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(("limit", "found"), [(9, [3]), (17, [3]), (18, [2, 3]), (27, [1, 2, 3]), (100, [1, 2, 3])])
+def test_of_a_long_file_of_lines_the_end_is_read(tmp_path: Path, limit: int, found: list[int]) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b'{"a": %d}\n' % n for n in (1, 2, 3)))
+    assert [line["a"] for line in fsio.read_lines(path, limit)] == found
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    bomb = gzip.compress(b"\0" * (1 << 20))
+    assert len(reading.unpacked(bomb, 1 << 20)) == 1 << 20
+    with pytest.raises(ValueError, match="unpacked"):
+        reading.unpacked(bomb, (1 << 20) - 1)
+    for damaged in (bomb[:-9], b"no gzip", bomb[:-6] + b"xxxxxx"):
+        with pytest.raises(ValueError):
+            reading.unpacked(damaged, 1 << 20)
+
+
+def test_an_appender_does_not_read_what_it_appends_to(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    os.truncate(path, 50 << 30)
+    log = fsio.Appender(path)
+    log.append({"a": 1})
+    log.close()
+    assert fsio.last_lines(path, 100) == [{"a": 1}]
