@@ -38,5 +38,6 @@ def aligned(low: int, high: int, size: int) -> tuple[int, int]:
     return low - low % BLOCK_BYTES, min(size, -(-high // BLOCK_BYTES) * BLOCK_BYTES)
 
 
-def count(blocks: str) -> int:
-    return len(blocks) // _DIGITS
+def fits(blocks: str, size: int) -> bool:
+    """Whether there are as many checksums as blocks in ``size`` bytes."""
+    return len(blocks) == -(-size // BLOCK_BYTES) * _DIGITS

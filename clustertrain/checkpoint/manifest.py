@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import re
 import stat
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from clustertrain import fsio
-from clustertrain.checkpoint.integrity import BLOCK_BYTES, checksum, count
+from clustertrain.checkpoint import sound
+from clustertrain.checkpoint.integrity import checksum, fits
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder, inside
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError
@@ -27,6 +28,9 @@ from clustertrain.errors import CheckpointError
 FORMAT = 2
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+
+_MARKER_BYTES, _MANIFEST_BYTES = 1 << 20, 4 << 30  # the most that is read of each
+T = TypeVar("T")
 
 _NAME = re.compile(r"(damaged-)?step-(\d{8,})")
 
@@ -166,15 +170,8 @@ def read_manifest(folder: Folder) -> Manifest:
         StorageError: they cannot be read, now at least.
         CheckpointError: written by a newer format than this one.
     """
-    name = COMMITTED
-    try:
-        marker = msgspec.json.decode(patiently((folder / name).read_bytes, folder / name), type=Marker)
-        name = MANIFEST
-        data = patiently((folder / name).read_bytes, folder / name)
-    except OSError as e:
-        raise Damaged(f"{folder}: {name} is missing") from e
-    except msgspec.MsgspecError as e:
-        raise Damaged(f"{folder}: cannot be read: {e}") from e
+    marker = _decoded(folder / COMMITTED, _content(folder / COMMITTED, _MARKER_BYTES), Marker)
+    data = _content(folder / MANIFEST, _MANIFEST_BYTES)
     if marker.format != FORMAT:
         raise CheckpointError(
             f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT}",
@@ -184,28 +181,69 @@ def read_manifest(folder: Folder) -> Manifest:
         raise Damaged(f"{folder}: is of step {marker.step}")
     if checksum(data) != marker.manifest_xxh3_128:
         raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as e:
-        raise Damaged(f"{folder / MANIFEST}: {e}") from e
+    manifest = _decoded(folder / MANIFEST, data, Manifest)
+    if manifest.step != marker.step:
+        raise Damaged(f"{folder / MANIFEST}: is of step {manifest.step}, and {COMMITTED} of step {marker.step}")
     check(folder, manifest)
     return manifest
 
 
+def _content(path: Folder, most: int) -> bytes:
+    """A file that others may have put there: not a pipe, which would be waited for, nor larger than such a file is."""
+    try:
+        if isinstance(path, Path):
+            found = patiently(path.stat, path)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+                raise Damaged(f"{path}: is not a regular file of at most {most >> 20} MiB")
+        return patiently(path.read_bytes, path)
+    except OSError as e:
+        raise Damaged(f"{path.parent}: {path.name} is missing") from e
+
+
+def _decoded(path: Folder, data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise Damaged(f"{path}: cannot be read: {e}") from e
+
+
 def check(folder: Folder, manifest: Manifest) -> None:
-    """Whoever writes an index can give it the right checksum; what it says must still make sense, and lead nowhere
-    else."""
-    for name in (*manifest.files, *(s.file for t in manifest.tensors for s in t.shards)):
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise Damaged(f"{folder / MANIFEST}: names {name!r}, which is outside of the checkpoint")
+    """Whoever writes an index can give it the right checksum. What it says must still make sense, and lead nowhere
+    else: that its tensors are whole, so that all who read them find what :func:`offline.verify` has found.
+
+    Raises:
+        Damaged: it does not.
+    """
+    where = folder / MANIFEST
+    for name, size in manifest.files.items():
+        if wrong := sound.wrong_name(name):
+            raise Damaged(f"{where}: names {name!r}, which {wrong}")
+        if size < 0:
+            raise Damaged(f"{where}: {name} has {size} bytes")
+    names = {t.name for t in manifest.tensors}
+    if len(names) != len(manifest.tensors):
+        raise Damaged(f"{where}: names a tensor twice")
     for tensor in manifest.tensors:
         for shard in tensor.shards:
-            if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
-                raise Damaged(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
-            sizes = (*shard.start, *shard.shape, shard.offset, tensor.itemsize)
-            size = math.prod(shard.shape) * tensor.itemsize
-            if min(sizes) < 0 or shard.nbytes != size or count(shard.blocks) != -(-size // BLOCK_BYTES):
-                raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
+            _check_shard(folder, manifest, tensor, shard)
+        wrong = sound.wrong_form(tensor.dtype, tensor.itemsize, tensor.shape) or sound.wrong_tiling(
+            tensor.shape, [(s.start, s.shape) for s in tensor.shards]
+        )
+        if wrong:
+            raise Damaged(f"{where}: {tensor.name} {wrong}")
+    if wrong := sound.wrong_values(manifest.values, names):
+        raise Damaged(f"{where}: {wrong}")
+
+
+def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard: ShardRecord) -> None:
+    if wrong := sound.wrong_name(shard.file):
+        raise Damaged(f"{folder / MANIFEST}: names {shard.file!r}, which {wrong}")
+    if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
+        raise Damaged(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
+    size = math.prod(shard.shape) * tensor.itemsize
+    odd = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
+    if odd or shard.nbytes != size or not fits(shard.blocks, size):
+        raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
@@ -226,12 +264,18 @@ def wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
     for name, size in manifest.files.items():
         path = folder / name
         try:
-            found = patiently(path.stat, path).st_size if listed is None else listed.get(name)
+            found = _regular_size(path) if listed is None else listed.get(name)
         except OSError as e:
             wrong[name] = f"{path}: {e.strerror or e}"
             continue
         if found is None:
-            wrong[name] = f"{path}: is missing"
+            wrong[name] = f"{path}: is missing or not a regular file"
         elif found != size:
             wrong[name] = f"{path}: {found} bytes, {size} were written"
     return wrong
+
+
+def _regular_size(path: Folder) -> int | None:
+    """None of what is no file."""
+    found = patiently(path.stat, path)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None

@@ -53,7 +53,7 @@ def read(root: Path) -> list[RollBack]:
         return []
     try:
         return msgspec.json.decode(data, type=list[RollBack])
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read: {e}", fix="restore the file from a copy") from e
 
 

@@ -38,5 +38,5 @@ def in_words(event: Event) -> str | None:
     try:
         nodes = ", ".join(map(str, event.get("nodes", ())))
         return template.format_map({"save_s": 0.0, **event, "nodes": nodes}) if template else None
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return None

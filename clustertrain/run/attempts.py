@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run import documents, events, metrics
+from clustertrain.run import documents, events, metrics, names
 from clustertrain.run.folder import AttemptDir, RunDir
 
 
@@ -53,6 +53,8 @@ def _known(*values: Any) -> Any:
 def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.of_attempt(attempt)
     record, trouble = documents.read(attempt.record, _RECORD)
+    if (odd := names.clean(record)) and trouble is None:
+        trouble = f"{attempt.record}: not what it should be: {', '.join(odd)}"
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
     # Not those of a script's later loops, which take up what an earlier one of the same attempt has left.
@@ -65,7 +67,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         n=attempt.n,
         job_id=record.get("job_id", ""),
         restart=int(record.get("restart", 0)),
-        nodes=tuple(node for node in record.get("nodes", ()) if isinstance(node, str)),
+        nodes=tuple(record.get("nodes", ())),
         host=record.get("host", ""),
         start=_known(_number(started, "t"), began if events.is_time(began := record.get("t")) else None),
         end=_known(_number(ended, "at"), _number(ended, "t")),

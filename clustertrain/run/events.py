@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio
+from clustertrain.run import names
 from clustertrain.run.documents import is_a, is_number
 from clustertrain.run.folder import AttemptDir, RunDir
 
@@ -73,6 +74,7 @@ def sound(records: Iterable[Event]) -> list[Event]:
         if not (isinstance(name, str) and is_time(t)):
             continue
         event = {k: v for k, v in record.items() if k not in _KINDS or is_a(v, _KINDS[k])}
+        names.clean(event)
         if name != "checkpoint" or "step" in event:  # without it nobody could tell which one it was
             found.append(event)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,11 @@ from clustertrain import settings
 from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.run import attempts
 from clustertrain.run.folder import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
+from clustertrain.run.names import JOB_ID
 
 SHOWN = 10
 _CLOSE_SHOWN, _LIKE = 3, 0.6
 _LOCAL = "local-"
-JOB_ID = re.compile(r"\d+(_\d+)?|local-\d+")
 
 
 def all_runs() -> list[RunDir]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.plan.layout import counted
-from clustertrain.run import curves
+from clustertrain.run import curves, documents
 from clustertrain.run.curves import Axis, Curve
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
@@ -140,7 +139,7 @@ def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: st
     best = judged.best(higher=higher)
     paces = sorted(found.curve("step_s").y)
     tokens = [t for t in found.tokens if math.isfinite(t)]
-    plan = fsio.read_json(run.plan) or {}
+    world_size = documents.read(run.plan, {"world_size": float}).value.get("world_size", 0)
     return Side(
         letter=letter,
         run=run.id,
@@ -150,7 +149,7 @@ def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: st
         steps=found.step[-1] if found.step else None,
         steps_per_s=1 / paces[len(paces) // 2] if paces and paces[len(paces) // 2] > 0 else None,
         tokens=tokens[-1] if tokens else None,
-        gpu_hours=curves.hours_with_nodes(run, running=state == RUNNING) * int(plan.get("world_size") or 0),
+        gpu_hours=curves.hours_with_nodes(run, running=state == RUNNING) * int(world_size),
         attempts=len(run.attempts()),
         final=Value(judged.steps[-1], judged.y[-1]) if judged.y else None,
         best=None if best is None else Value(judged.steps[best], judged.y[best]),

@@ -53,9 +53,13 @@ def _points(part: Part, step_s: float) -> tuple[Column, Table, Table]:
     coarse = level(step_s)
     if coarse is None:
         frame = part.segment.samples(fields.FAST, columns, since=part.since)
-        values = np.column_stack([frame.values[c] for c in columns])
+        missing = np.full(len(frame), np.nan)  # of a column that is damaged
+        values = np.column_stack([frame.values.get(c, missing) for c in columns])
         return frame.t, values, np.ones(values.shape)
     rollup = part.segment.rollup(coarse, columns)
     t = rollup.t + coarse / 2
     keep = t >= (part.since or 0.0)
-    return t[keep], rollup.mean[keep], rollup.count[keep]
+    mean, count = np.full((len(rollup), len(columns)), np.nan), np.zeros((len(rollup), len(columns)))
+    at = [columns.index(c) for c in rollup.columns]
+    mean[:, at], count[:, at] = rollup.mean, rollup.count
+    return t[keep], mean[keep], count[keep]

@@ -15,7 +15,7 @@ from clustertrain.spec.telemetry import PORTS
 from clustertrain.telemetry.export.feed import Feed
 
 CLIENT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout
-CLIENTS = 8  # served at a time; more are turned away: everybody who reaches the port may connect
+CLIENTS = 8  # served at a time; one more drops the oldest: everybody who reaches the port may connect and say nothing
 
 
 class Page:
@@ -104,7 +104,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: int, address: str, port: int) -> None:
         self.address_family = family
-        self._free = threading.BoundedSemaphore(CLIENTS)
+        self._clients: dict[Any, None] = {}  # their sockets, the oldest first
+        self._lock = threading.Lock()
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
@@ -122,20 +123,21 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        with self._lock:
+            self._clients[request] = None
+            dropped = list(self._clients)[:-CLIENTS]
+        for client in dropped:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                client.shutdown(socket.SHUT_RDWR)  # its thread stops waiting for it
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the limit on processes is reached: no thread was started
-            self._free.release()
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no affair of the log."""

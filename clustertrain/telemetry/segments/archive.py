@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
+from clustertrain.telemetry.segments import limits
 from clustertrain.telemetry.segments.histogram import Column
 from clustertrain.telemetry.segments.rollup import Table
 
@@ -144,14 +146,14 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
 
     ds, tables = [np.empty(0)], [np.empty((0, len(columns)))]
     try:
-        with path_of(folder, pace).open("rb") as f:
+        with limits.opened(path_of(folder, pace)) as f:
             file = pq.ParquetFile(f)
             for i in _groups_within(file, low, high):
                 d, rows = _group(file, i, columns)
-                keep = (d >= low) & (d < high)
+                keep = (d >= max(low, 0.0)) & (d < min(high, limits.MOST_S))
                 ds.append(d[keep])
                 tables.append(rows[keep])
-    except pa.ArrowException as e:
+    except (pa.ArrowException, KeyError, TypeError) as e:
         raise ValueError(f"{path_of(folder, pace).name} is damaged: {e}") from e
     return np.concatenate(ds), np.concatenate(tables)
 
@@ -167,13 +169,13 @@ def reasons(folder: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
 
     try:
-        with path_of(folder, fields.FAST).open("rb") as f:
-            told = json.loads(pq.read_schema(f).metadata[b"reasons"])
+        with limits.opened(path_of(folder, fields.FAST)) as f:
+            noted = limits.decoded(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
     except FileNotFoundError:
         return {}
-    except (pa.ArrowException, KeyError) as e:
+    except (pa.ArrowException, KeyError, TypeError) as e:
         raise ValueError(f"{path_of(folder, fields.FAST).name} is damaged: {e}") from e
-    return {column: reason for _, column, reason in told if reason is not None}
+    return {column: reason for _, column, reason in noted if reason is not None}
 
 
 def _groups_within(file: Any, low: float, high: float) -> Iterator[int]:
@@ -190,5 +192,7 @@ def _group(file: Any, i: int, columns: list[str]) -> tuple[Column, Table]:
     for at, name in enumerate(columns):
         kind = file.schema_arrow.field(name)
         scale = float((kind.metadata or {}).get(b"scale", b"1"))
+        if scale <= 0 or not math.isfinite(scale):
+            raise ValueError(f"the scale of {name} is {scale:g}")
         rows[:, at] = table.column(name).cast("float64", safe=False).to_numpy() / scale
     return table.column("d").to_numpy() / _D_SCALE, rows

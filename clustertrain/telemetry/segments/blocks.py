@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from operator import le
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 
 from clustertrain.telemetry.fields import Pace
+from clustertrain.telemetry.segments.limits import MOST_BYTES, MOST_NUMBER, MOST_S, opened, within
 from clustertrain.telemetry.segments.rollup import Table
 
 NAME = "samples.jsonl.gz"
@@ -68,18 +70,24 @@ def block(pace: Pace, d: list[float], rows: Table) -> Block:
 
 
 def table(part: Block, columns: list[int]) -> Table:
-    """The block's values [n, chosen columns]; a column that it lacks is NaN."""
+    """The block's values [n, chosen columns]; a column that it lacks, or has not a value a row of, is
+    NaN."""
     out = np.full((len(part.d), len(columns)), np.nan)
     for i, at in enumerate(columns):
-        if at < len(part.v):
-            out[:, i] = part.v[at]
+        values = part.v[at] if at < len(part.v) else None
+        if values is not None and (not isinstance(values, list) or len(values) == len(part.d)):
+            out[:, i] = values
+    out[np.abs(out) > MOST_NUMBER] = np.nan
     return out
 
 
 def member(records: list[Record]) -> bytes:
     """A gzip member with a line a record."""
-    # NaN is encoded as null.
-    text = b"".join(_encode(r) + b"\n" for r in records)
+    return packed(b"".join(_encode(r) + b"\n" for r in records))  # NaN is encoded as null
+
+
+def packed(text: bytes) -> bytes:
+    """``text`` as a gzip member."""
     # A window no wider than the text: zlib's full tables are four times as large as what a flush of a node writes, and
     # to clear them took longer than to compress it.
     bits = min(max(len(text).bit_length(), 9), zlib.MAX_WBITS)
@@ -91,7 +99,7 @@ def _text_of(data: memoryview) -> bytes | None:
     """What a member holds; None where it is not whole. What follows it is not looked at."""
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        text = unpacker.decompress(data[len(_MAGIC) :])
+        text = unpacker.decompress(data[len(_MAGIC) :], MOST_BYTES)
     except zlib.error:
         return None
     rest = unpacker.unused_data
@@ -105,14 +113,24 @@ def _records(text: bytes, *, notes_only: bool = False) -> Iterator[Record]:
         if notes_only and line.startswith(_SAMPLES):
             continue
         try:
-            yield _decode(line)
-        except msgspec.DecodeError:
+            record = _decode(line)
+        except (msgspec.DecodeError, RecursionError):
             continue  # of a kind that a later version knows
+        if _is_sound(record):
+            yield record
+
+
+def _is_sound(record: Record) -> bool:
+    """Its seconds are of a segment, and of a block in order."""
+    d = record.d
+    if not isinstance(d, list):
+        return within(d, 0.0, MOST_S)
+    return bool(d) and within(d[0], 0.0, MOST_S) and within(d[-1], 0.0, MOST_S) and all(map(le, d, d[1:]))
 
 
 def is_begun(folder: Path) -> bool:
     """Whether the file is empty or begins as one does, if only with the first bytes."""
-    with (folder / NAME).open("rb") as f:
+    with opened(folder / NAME) as f:
         return b"\x1f\x8b".startswith(f.read(2))
 
 
@@ -122,7 +140,7 @@ def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with (folder / NAME).open("rb") as f:
+    with opened(folder / NAME) as f:
         for data in _candidates(f):
             text = _text_of(data)
             if text is not None:
@@ -153,7 +171,7 @@ def read_backwards(folder: Path) -> Iterator[list[Record]]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with (folder / NAME).open("rb") as f:
+    with opened(folder / NAME) as f:
         start = end = f.seek(0, 2)
         data, chunk = b"", _CHUNK
         while True:

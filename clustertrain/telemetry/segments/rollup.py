@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertrain.telemetry import fields
+from clustertrain.telemetry.segments import limits
 from clustertrain.telemetry.segments.histogram import Column
 
 LEVELS = (60, 900)  # s
@@ -221,15 +222,27 @@ def read(folder: Path, step_s: int, width: int, columns: npt.NDArray[np.intp]) -
         ValueError: it is damaged.
     """
     try:
-        data = path_of(folder, step_s).read_bytes()
+        data = limits.content(path_of(folder, step_s))
     except FileNotFoundError:
         return _read_packed(packed_path(folder, step_s), width, columns)
     kind = record_type(width)
     records = np.frombuffer(data, dtype=kind, count=len(data) // kind.itemsize)
     # A machine that went down can leave zeros at the end of a file.
-    bad = np.flatnonzero(np.diff(records["d"]) <= 0)
-    records = records[: bad[0] + 1] if len(bad) else records
-    tables = [records[name][:, columns].astype(np.float64) for name in ("count", *_FIGURES)]
+    return _of_records(records[: _in_order(records["d"])], columns)
+
+
+def _in_order(d: npt.NDArray[Any]) -> int:
+    """How many of the buckets, from the first on, lie within a segment and one after the other."""
+    with np.errstate(invalid="ignore"):
+        good = (d >= 0) & (d <= limits.MOST_S) & (np.diff(d, prepend=-1.0) > 0)
+    return len(d) if good.all() else int(np.argmin(good))
+
+
+def _of_records(records: npt.NDArray[Any], columns: npt.NDArray[np.intp] | slice) -> Buckets:
+    with np.errstate(invalid="ignore"):  # a nan that signals becomes a quiet one
+        tables = [records[name][:, columns].astype(np.float64) for name in ("count", *_FIGURES)]
+    for table in tables[1:]:
+        table[~np.isfinite(table)] = np.nan
     return Buckets(records["d"].astype(np.float64), *tables)
 
 
@@ -256,26 +269,24 @@ def _shuffled(values: npt.NDArray[Any]) -> bytes:
 
 
 def _read_packed(path: Path, width: int, columns: npt.NDArray[np.intp]) -> Buckets:
-    data = path.read_bytes()
+    data = limits.content(path)
     first, _, rest = data.partition(b"\n")
-    index = msgspec.json.decode(first, type=_Index)
-    if len(index.sizes) != 1 + width or sum(index.sizes) != len(rest):
+    index = limits.decoded(first, _Index)
+    if len(index.sizes) != 1 + width or sum(index.sizes) != len(rest) or min(index.sizes) < 0:
         raise ValueError(f"{path.name} is damaged")
+    if not 0 <= index.rows <= limits.MOST_BYTES // 14:
+        raise ValueError(f"{path.name} is damaged: {index.rows} rows")
     ends = np.cumsum(index.sizes)
     n = index.rows
     records = np.zeros(n, dtype=record_type(len(columns)))
-    try:
-        records["d"] = _unshuffled(zlib.decompress(rest[: ends[0]]), "<f8", n)
-        for to, i in enumerate(columns.tolist()):
-            piece = zlib.decompress(rest[ends[i] : ends[i + 1]])
-            records["count"][:, to] = _unshuffled(piece[: 2 * n], "<u2", n)
-            for k, name in enumerate(_FIGURES):
-                at = 2 * n + 4 * n * k
-                records[name][:, to] = _unshuffled(piece[at : at + 4 * n], "<f4", n)
-    except zlib.error as e:
-        raise ValueError(f"{path.name} is damaged: {e}") from e
-    tables = [records[name].astype(np.float64) for name in ("count", *_FIGURES)]
-    return Buckets(records["d"].astype(np.float64), *tables)
+    records["d"] = _unshuffled(limits.unpacked(rest[: ends[0]], 8 * n), "<f8", n)
+    for to, i in enumerate(columns.tolist()):
+        piece = limits.unpacked(rest[ends[i] : ends[i + 1]], 14 * n)
+        records["count"][:, to] = _unshuffled(piece[: 2 * n], "<u2", n)
+        for k, name in enumerate(_FIGURES):
+            at = 2 * n + 4 * n * k
+            records[name][:, to] = _unshuffled(piece[at : at + 4 * n], "<f4", n)
+    return _of_records(records[: _in_order(records["d"])], slice(None))
 
 
 def _unshuffled(data: bytes, kind: str, n: int) -> npt.NDArray[Any]:

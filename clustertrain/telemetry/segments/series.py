@@ -75,6 +75,7 @@ class Segment:
     def __init__(self, folder: Path, header: Header, trouble: str | None = None) -> None:
         """``trouble``: why it, or a part of it, could not be read."""
         self.folder, self.header, self.trouble = folder, header, trouble
+        self.unknown = frozenset[str]()  # columns that reports leave out
         self._blank = math.isnan(header.t)  # no header could be read, and without it nothing means anything
 
     @property
@@ -117,7 +118,7 @@ class Segment:
         until: float | None = None,
     ) -> Frame:
         """The samples from ``since`` until before ``until`` (UTC s). Columns that the segment lacks are left out."""
-        wanted = [c for c in self.header.columns(pace) if columns is None or c in set(columns)]
+        wanted = self._wanted(self.header.columns(pace), columns)
         low = -math.inf if since is None else since - self.header.t
         high = math.inf if until is None else until - self.header.t
         part = _Rows(np.empty(0), np.empty((0, len(wanted))))
@@ -131,8 +132,7 @@ class Segment:
     def rollup(self, step_s: float, columns: Sequence[str] | None = None) -> Rollup:
         """The segment in buckets of ``step_s``, aligned to the segment's beginning; quick for multiples of ``LEVELS``.
         Columns that the segment lacks are left out."""
-        every = self.header.fast + self.header.slow
-        wanted = every if columns is None else [c for c in every if c in set(columns)]
+        wanted = self._wanted(self.header.fast + self.header.slow, columns)
         found = rollup.joined([], len(wanted))
         with self._guarded("roll-ups"):
             found = found if self._blank else self._buckets(step_s, wanted)
@@ -140,7 +140,7 @@ class Segment:
 
     def totals(self) -> dict[str, Total]:
         """What each column adds up to."""
-        return totals_of(self.sums())
+        return {c: total for c, total in totals_of(self.sums()).items() if c not in self.unknown}
 
     def sums(self) -> Sums:
         """As :meth:`totals`, as it is in the file."""
@@ -165,11 +165,16 @@ class Segment:
         for pace, part in self._tail.paces.items():
             if len(part.d):
                 found |= dict(zip(self.header.columns(pace), part.rows[-1].tolist(), strict=True))
-        return found
+        return {c: value for c, value in found.items() if c not in self.unknown}
 
     def reasons(self) -> dict[str, str]:
         """The last reason for a missing value of each column, also where it came back."""
         return (self._sums.reasons if self._sums is not None else {}) | self._tail.reasons
+
+    def _wanted(self, there: list[str], columns: Sequence[str] | None) -> list[str]:
+        """Those of ``columns`` (None: all) that are there and known, in the order of the file."""
+        wanted = set(there if columns is None else columns) - self.unknown
+        return [c for c in there if c in wanted]
 
     @cached_property
     def _sums(self) -> Sums | None:
@@ -284,8 +289,8 @@ def _rows_of(records: Iterable[blocks.Record], pace: Pace, at: list[int], low: f
         d = np.array(record.d)
         keep = (d >= low) & (d < high) & (d > newest)
         if keep.any():
-            newest = float(d[-1])
             ds.append(d[keep])
+            newest = float(ds[-1][-1])
             tables.append(blocks.table(record, at)[keep])
     return _Rows(np.concatenate(ds), np.concatenate(tables))
 
@@ -309,7 +314,11 @@ def _open(folder: Path, node: str) -> Segment:
         return _unreadable(folder, node, e)
     if header.format > store.FORMAT:
         return _unreadable(folder, node, ValueError(f"written by a later version (format {header.format})"))
-    return Segment(folder, header)
+    segment = Segment(folder, header)
+    if unknown := store.unknown_columns(header):
+        segment.unknown = frozenset(unknown)
+        segment.trouble = f"{folder}: left out columns that are not known here: {', '.join(unknown)}"
+    return segment
 
 
 def _unreadable(folder: Path, node: str, e: Exception) -> Segment:

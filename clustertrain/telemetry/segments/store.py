@@ -25,7 +25,7 @@ import numpy as np
 from clustertrain import fsio
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.segments import blocks, rollup, totals
+from clustertrain.telemetry.segments import blocks, limits, rollup, totals
 from clustertrain.telemetry.segments.histogram import Column
 from clustertrain.telemetry.segments.rollup import LEVELS, Buckets
 
@@ -36,6 +36,12 @@ _MOST_ROWS = 3600  # held back while the disk refuses them
 _MOST_REASONS = 10_000
 _MOST_BUCKETS = 1440
 _MOST_SEGMENTS = 10_000
+_BOUNDS = (
+    ("t", 0.0, 253_402_300_000.0),  # until the year 10000, where Python's calendar ends
+    ("mono", 0.0, 1e12),
+    ("interval_s", 1e-3, 86_400.0),
+    ("slow_s", 1e-3, 86_400.0),
+)
 
 
 class GpuFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -360,4 +366,19 @@ def read_header(folder: Path) -> Header:
         OSError: it cannot be read; FileNotFoundError where there is none.
         ValueError: it is damaged.
     """
-    return msgspec.json.decode((folder / HEADER).read_bytes(), type=Header)
+    header = limits.decoded(limits.content(folder / HEADER), Header)
+    for name, low, high in _BOUNDS:
+        if not limits.within(getattr(header, name), low, high):
+            raise ValueError(f"{HEADER} is damaged: {name} is {getattr(header, name):g}, not {low:g} to {high:g}")
+    if any(not 0 <= rank < limits.MOST_RANKS for rank in (*header.ranks, *(r for g in header.gpus for r in g.ranks))):
+        raise ValueError(f"{HEADER} is damaged: it names a rank that cannot be")
+    columns = header.fast + header.slow
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"{HEADER} is damaged: it names a column twice")
+    return header
+
+
+def unknown_columns(header: Header) -> list[str]:
+    """Those of a later version, or damaged: of no field that is known here, or of no device that the header names."""
+    devices = {f"gpu{i}" for i in range(len(header.gpus))} | {f"rank{r}" for r in header.ranks} | {"host"}
+    return [c for c in header.fast + header.slow if fields.of(c) is None or fields.split(c)[0] not in devices]

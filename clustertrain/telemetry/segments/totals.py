@@ -11,13 +11,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
+from clustertrain.telemetry.segments import limits
 from clustertrain.telemetry.segments.histogram import BINS, Column, Histogram, bins_of
 from clustertrain.telemetry.segments.rollup import Differences, Figures, Table
 
@@ -111,13 +112,36 @@ def load(folder: Path) -> Sums | None:
         PermissionError: it may not be read.
     """
     try:
-        data = (folder / NAME).read_bytes()
-    except FileNotFoundError:
+        data = limits.content(folder / NAME)
+    except PermissionError:
+        raise
+    except OSError:
         return None
     try:
-        return msgspec.json.decode(gzip.decompress(data), type=Sums)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError):
+        sums = limits.decoded(limits.unpacked(data, wbits=16 + zlib.MAX_WBITS), Sums)
+    except ValueError:
         return None
+    return sums if _is_sound(sums) else None
+
+
+_BY_COLUMN = ("count", "sum", "low", "high", "increase", "first", "last", "last_d", "newest", "sizes")
+
+
+def _is_sound(sums: Sums) -> bool:
+    """Its lists fit each other, and its numbers are those of samples."""
+    lists: dict[str, list[Any]] = {name: getattr(sums, name) for name in _BY_COLUMN}
+    numbers = [v for values in lists.values() for v in values if v is not None]
+    whole = [*sums.count, *sums.sizes, *sums.counts, *(count for _, _, count, _ in sums.phases), sums.n]
+    times = [t for t in (sums.d, sums.upto, sums.end, *sums.last_d) if t is not None]
+    return (
+        all(len(values) == len(sums.columns) for values in lists.values())
+        and all(abs(v) <= limits.MOST_NUMBER for v in (*numbers, *(total for _, _, _, total in sums.phases)))
+        and all(0 <= v < 2**53 for v in whole)
+        and all(0 <= t <= limits.MOST_S for t in times)
+        and sum(sums.sizes) == len(sums.bins) == len(sums.counts)
+        and all(0 <= v < BINS for v in sums.bins)
+        and all(0 <= at < len(sums.columns) and 0 <= phase < _PHASES for at, phase, _, _ in sums.phases)
+    )
 
 
 def dump(sums: Sums) -> bytes:

@@ -79,7 +79,7 @@ def _document_changed(data: bytes, kind: str, what: Any) -> bytes:
     at = place % max(1, len(lines))
     try:
         document = json.loads(lines[at])
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, RecursionError):
         return data
     paths = list(_paths(document))
     if not paths:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import os
 import shutil
@@ -152,10 +154,82 @@ def telemetry_only(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[st
     box.call(words, terminal_safe=True)
 
 
+INDEX_READERS = (
+    *CHECKPOINT_READERS,
+    ("checkpoint", "digest", f"{RUN}@1"),
+    ("checkpoint", "export", f"{RUN}@1", "--format", "safetensors", "-o", "exported", "--force"),
+)
+
+
+def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> None:
+    """A changed index of a checkpoint with the checksum that fits it. What `verify` calls good, `digest` reads."""
+    from clustertrain.checkpoint import manifest as index
+
+    changed, words = drawn
+    kept = box.root / checkpointed_run.__name__
+    if not kept.exists():
+        checkpointed_run(box).path.rename(kept)
+    folder = box.home / "runs" / RUN
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(kept, folder)
+    one = folder / "checkpoints" / "step-00000001"
+    data = (one / index.MANIFEST).read_bytes()
+    for how in changed:
+        data = change(data, how)
+    data = box.arm_bytes(data)
+    (one / index.MANIFEST).write_bytes(data)
+    marker = {"format": index.FORMAT, "step": 1, "manifest_xxh3_128": index.checksum(data)}
+    (one / index.COMMITTED).write_text(json.dumps(marker))
+    box.call(words, terminal_safe=True)
+    if words[1] == "digest":
+        good = box.call(("checkpoint", "verify", f"{RUN}@1")).code == 0
+        if good and box.call(words).code != 0:
+            raise FaultFound(Fault("disagree", "digest", "verify calls good what digest does not read"))
+
+
+def figures_changed(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...]]) -> None:
+    """Changed values in the segments, packed as a sampler packs them."""
+    from clustertrain.telemetry.segments import blocks, totals
+
+    place, changed, words = drawn
+    kept = box.root / full_run.__name__
+    if not kept.exists():
+        full_run(box).path.rename(kept)
+    folder = box.home / "runs" / RUN
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(kept, folder)
+    segment = next(folder.glob("attempts/*/telemetry/*/0"))
+    path = segment / ("header.json", totals.NAME, blocks.NAME)[place % 3]
+    data = path.read_bytes() if path.suffix == ".json" else gzip.decompress(path.read_bytes())
+    for how in changed:
+        data = change(data, how)
+    if path.name == blocks.NAME:
+        (segment / totals.NAME).unlink()  # else only the samples after it count
+        data = blocks.packed(data)
+    elif path.name == totals.NAME:
+        data = gzip.compress(data)
+    path.write_bytes(data)
+    box.call(words, terminal_safe=True)
+
+
 TELEMETRY_READERS = tuple(words for words in READERS if words[0] in ("telemetry", "top", "status"))
 
 CLASSES = (
     InputClass("run_files", lambda: damaged(READERS), player(full_run, neighbor_too=True), 40),
+    InputClass(
+        "figures",
+        lambda: st.tuples(
+            st.integers(0, 2), st.lists(json_changed(), min_size=1, max_size=2), st.sampled_from(TELEMETRY_READERS)
+        ),
+        figures_changed,
+        40,
+    ),
     InputClass("segments", lambda: damaged(TELEMETRY_READERS), telemetry_only, 40),
+    InputClass(
+        "indexes",
+        lambda: st.tuples(st.lists(json_changed(), min_size=1, max_size=2), st.sampled_from(INDEX_READERS)),
+        signed_index,
+        30,
+    ),
     InputClass("manifests", lambda: damaged(CHECKPOINT_READERS), player(checkpointed_run, neighbor_too=False), 25),
 )

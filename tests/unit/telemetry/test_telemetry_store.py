@@ -315,12 +315,12 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     record(tmp_path / "n1", 5)
     record(tmp_path / "n2", 5)
 
-    def refuse(self: Path, *_: object) -> bytes:
+    def refuse(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     segment = only(tmp_path / "n1")
-    for how in ("read_bytes", "open"):
-        monkeypatch.setattr(Path, how, refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     assert len(segment.samples(FAST)) == 0
     assert "may not read" in (segment.trouble or "")
     assert "may not read" in (only(tmp_path / "n2").trouble or "")
