@@ -51,12 +51,12 @@ def worlds(text: str, per_node: int) -> list[int]:
     Raises:
         UsageError: it is neither, or a number that nodes of ``per_node`` cannot make.
     """
-    span = re.fullmatch(r"(\d+)-(\d+)", text)
+    span = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
     if span:
         low, high = int(span[1]), int(span[2])
         sizes = [low << n for n in range(64) if low and low << n <= high]
     else:
-        sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*\d+\s*", part)]
+        sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*[0-9]{1,9}\s*", part)]
         if len(sizes) != text.count(",") + 1:
             sizes = []
     if not sizes or min(sizes) < 1:

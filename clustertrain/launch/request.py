@@ -311,7 +311,7 @@ def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapp
     values = {key: getattr(profile, key) for key in _FROM_PROFILE}
     values |= {**recipe, **options}
     values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
-    return build(values, JobSpec, "job")
+    return build(values, JobSpec, "job", at="job.")
 
 
 def resolve_device(asked: Device, backend: str, gpu_type: str = "") -> Device:

@@ -50,7 +50,9 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def silent(fake_slurm: FakeSlurm) -> None:
     """sbatch is installed, and Slurm's configuration does not come."""
-    (fake_slurm.folder / "sbatch").write_text("#!/bin/sh\necho 'fatal: Could not establish a configuration' >&2\nexit 1")
+    (fake_slurm.folder / "sbatch").write_text(
+        "#!/bin/sh\necho 'fatal: Could not establish a configuration' >&2\nexit 1"
+    )
 
 
 OF_SLURM = (
