@@ -14,6 +14,7 @@ from clustertrain.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from clustertrain.launch.choose import Purpose
     from clustertrain.plan.planner import Plan
 
 WHOLE = 0.6  # of the width, that the left column may take
@@ -54,7 +55,8 @@ def plan(
         return show_range(request_of(options), gpus_range, as_json=as_json)
     from clustertrain.launch.request import prepare, script_note
 
-    prepared = prepare(request_of(options, count=not find_micro_batch))
+    purpose: Purpose = "here" if find_micro_batch else "plan"
+    prepared = prepare(request_of(options, count=not find_micro_batch), purpose=purpose)
     note = script_note(prepared)
     if note:
         click.echo(f"note: {note}", err=True)

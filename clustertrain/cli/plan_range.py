@@ -20,22 +20,24 @@ def show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     from clustertrain.launch.request import prepare
     from clustertrain.report.plan_range import lines
 
-    first = prepare(request)
+    first = prepare(request, purpose="plan")
     per_node = first.spec.job.gpus
     batch = first.spec.recipe.train.global_batch
     sizes = worlds(text, per_node)
     if not batch:
-        batch = prepare(_sized(request, sizes[-1], per_node, 0)).plan.batch.global_batch
+        batch = prepare(_sized(request, sizes[-1], per_node, 0), purpose="plan").plan.batch.global_batch
     rows: list[tuple[int, Plan | None, str]] = []
-    for size in sizes:
+    backend = None  # of the largest, for all: a part of one node must not be planned for this machine and its CPU
+    for size in reversed(sizes):
         try:
-            made = prepare(_sized(request, size, per_node, batch)).plan
-            rows.append((size, made, ""))
+            made = prepare(_sized(request, size, per_node, batch), backend, "plan")
+            backend = made.backend
+            rows.insert(0, (size, made.plan, ""))
         except ConfigError as e:
-            rows.append((size, None, str(e)))
-    known = [(size, made) for size, made, _ in rows if made is not None and made.time.tokens_per_s_per_gpu]
+            rows.insert(0, (size, None, str(e)))
+    known = [(n, each) for n, each, _ in rows if each is not None and each.time.tokens_per_s_per_gpu]
     base = known[0][1].time.tokens_per_s_per_gpu if known else None
-    shown = [_row(size, made, why, base) for size, made, why in rows]
+    shown = [_row(n, each, why, base) for n, each, why in rows]
     if as_json:
         print_json({"global_batch": batch, "sizes": shown})
     else:
@@ -49,12 +51,12 @@ def worlds(text: str, per_node: int) -> list[int]:
     Raises:
         UsageError: it is neither, or a number that nodes of ``per_node`` cannot make.
     """
-    span = re.fullmatch(r"(\d+)-(\d+)", text)
+    span = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
     if span:
         low, high = int(span[1]), int(span[2])
         sizes = [low << n for n in range(64) if low and low << n <= high]
     else:
-        sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*\d+\s*", part)]
+        sizes = [int(part) for part in text.split(",") if re.fullmatch(r"\s*[0-9]{1,9}\s*", part)]
         if len(sizes) != text.count(",") + 1:
             sizes = []
     if not sizes or min(sizes) < 1:

@@ -60,7 +60,8 @@ def request(recipe: str, assignments: Sequence[str], environ: Mapping[str, str] 
             f"{recipe}: the checks are of a recipe (*.toml), and a script has a loop of its own",
             fix="write a recipe with model.entry and data.entry for the script's model and data",
         )
-    found = prepare(SubmitRequest(target=recipe, job=_ALONE, assignments=(*assignments, *_PLAIN), environ=environ))
+    asked = SubmitRequest(target=recipe, job=_ALONE, assignments=(*assignments, *_PLAIN), environ=environ)
+    found = prepare(asked, purpose="here")
     data.check(found)
     return found
 

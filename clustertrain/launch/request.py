@@ -79,7 +79,7 @@ def counts(key: str) -> bool:
     return type_at(_RecipeFile, parts_of(key)) in (int, int | str)
 
 
-def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
+def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choose.Purpose = "submit") -> Prepared:
     """Merge, check and plan. ``known`` is a backend that was chosen before, so that it need not be looked for again.
 
     Raises:
@@ -107,8 +107,9 @@ def prepare(request: SubmitRequest, known: Backend | None = None) -> Prepared:
         name=job.name or name,
         checkpoint_dir=str(request.cwd / Path(job.checkpoint_dir).expanduser()) if job.checkpoint_dir else "",
     )
-    backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job.backend)
-    device = resolve_device(job.device if job.device != "auto" else profile.device, backend.name)
+    backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job, purpose)
+    asked_device = job.device if job.device != "auto" else profile.device
+    device = resolve_device(asked_device, backend.name, job.gpu_type if purpose != "here" else "")
     checks.of_fp16(asked.train.precision, device, job.device)
     job = msgspec.structs.replace(job, backend=backend.name, device=device)
     recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
@@ -310,13 +311,13 @@ def _merge_job(profile: ClusterProfile, recipe: Mapping[str, Any], options: Mapp
     values = {key: getattr(profile, key) for key in _FROM_PROFILE}
     values |= {**recipe, **options}
     values["sbatch"] = {**profile.sbatch, **recipe.get("sbatch", {}), **options.get("sbatch", {})}
-    return build(values, JobSpec, "job")
+    return build(values, JobSpec, "job", at="job.")
 
 
-def resolve_device(asked: Device, backend: str) -> Device:
-    """``auto``: GPUs on Slurm, which allocates them; on this machine what it has."""
+def resolve_device(asked: Device, backend: str, gpu_type: str = "") -> Device:
+    """``auto``: GPUs on Slurm, which allocates them, and where their type is named; else what this machine has."""
     if asked != "auto":
         return asked
-    if backend == "slurm":
+    if backend == "slurm" or gpu_type:
         return "cuda"
     return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"

@@ -39,14 +39,17 @@ class SlurmBackend(Backend):
     name = "slurm"
 
     def available(self) -> str | None:
-        """The version of sbatch, or None where it is not installed or knows no cluster."""
+        """The version of sbatch, or None where it is not installed.
+
+        Raises:
+            CommandFailed: it is installed and does not answer, or knows no cluster; with its own words.
+        """
         if shutil.which("sbatch") is None:
             return None
-        try:
-            done = proc.run(["sbatch", "--version"], timeout_s=10.0, env=client_environ(os.environ))
-        except CommandFailed:
-            return None
-        return done.stdout.strip() or None
+        done = proc.run(["sbatch", "--version"], timeout_s=10.0, env=client_environ(os.environ))
+        if not done.stdout.strip():
+            raise CommandFailed("`sbatch --version` printed nothing")
+        return done.stdout.strip()
 
     def submit(self, submission: Submission) -> str:
         options = [f"--{key}={value}" if value else f"--{key}" for key, value in submission.options.items()]

@@ -14,11 +14,12 @@ import msgspec
 import tomli_w
 
 from clustertrain import fsio, settings
-from clustertrain.errors import ClusterTrainError, ConfigError, EnvironmentNotFit
+from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
 from clustertrain.launch import alerting, code, data, entries, extras, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
+from clustertrain.plan.layout import counted
 from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
@@ -54,7 +55,7 @@ def submit(request: SubmitRequest) -> Submitted:
         SchedulerRefused: with Slurm's words; the run directory is gone again.
     """
     prepared = prepare(request)
-    notes = [*prepared.plan.warnings, *check(prepared), *prepared.backend.advice(prepared.spec.job.partition)]
+    notes = [*prepared.plan.warnings, *check(prepared), *advice(prepared)]
     run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
         with fsio.as_open_as(run.path):
@@ -85,9 +86,17 @@ def announce(run: RunDir, job_id: str, backend: str, notes: Sequence[str] = ()) 
 
 def dry_run(request: SubmitRequest) -> DryRun:
     """The plan, and job.sh as it would be submitted but for the end of the run's name. Makes nothing."""
-    prepared = prepare(request)
-    notes = [*check(prepared), *prepared.backend.advice(prepared.spec.job.partition)]
+    prepared = prepare(request, purpose="dry-run")
+    notes = [*check(prepared), *advice(prepared)]
     return DryRun(prepared.plan, script_without_a_run(prepared), tuple(notes))
+
+
+def advice(prepared: Prepared) -> list[str]:
+    """The backend's, which a dry run on a machine without Slurm does without."""
+    try:
+        return prepared.backend.advice(prepared.spec.job.partition)
+    except CommandFailed:
+        return []
 
 
 def script_without_a_run(prepared: Prepared) -> str:
@@ -111,7 +120,7 @@ def check(prepared: Prepared) -> list[str]:
     found.append(_check_places(prepared))
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
-    found += [data.check(prepared), data.epoch(prepared), _crowding(prepared), script_note(prepared)]
+    found += [data.check(prepared), data.epoch(prepared), _place(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
     if prepared.spec.script is None:
@@ -137,12 +146,15 @@ def _check_places(prepared: Prepared) -> str | None:
     return filesystem.check(here, "checkpoint.local", shared=False)
 
 
-def _crowding(prepared: Prepared) -> str | None:
-    """Without Slurm a request for a cluster lands on this machine, which may not be what was meant."""
-    ranks, cores = prepared.plan.world_size, len(os.sched_getaffinity(0))
-    if prepared.backend.name != "local" or ranks <= cores:
+def _place(prepared: Prepared) -> str | None:
+    """Where a run without Slurm goes: who meant a cluster learns it before the ranks start."""
+    if prepared.backend.name != "local":
         return None
-    return f"backend local: this machine plays {prepared.plan.nodes} nodes, {ranks} ranks on {cores} cores"
+    chosen, cores = prepared.plan, len(os.sched_getaffinity(0))
+    device = "CPU" if chosen.device == "cpu" else "GPU"
+    nodes = f"{chosen.nodes} nodes, " if chosen.nodes > 1 else ""
+    crowded = f" with {counted(cores, 'core')}" if chosen.world_size > cores else ""
+    return f"local backend: {device}, {nodes}{counted(chosen.world_size, 'rank')} on this machine{crowded}"
 
 
 def _refuse_home_characters(*, slurm: bool) -> None:

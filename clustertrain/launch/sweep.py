@@ -19,6 +19,7 @@ from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from clustertrain.launch import render, submit
 from clustertrain.launch.backend import ArraySubmission
+from clustertrain.launch.choose import Purpose
 from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare
 from clustertrain.launch.submit import DryRun, Submitted
 from clustertrain.run import folder
@@ -175,22 +176,24 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
 
 def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None, option: str = OPTION) -> DrySweep:
     """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
-    tasks, notes = _prepare(request, given, option)
+    tasks, notes = _prepare(request, given, option, "dry-run")
     name = f"{folder.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
     runs = [(DryRun(t.prepared.plan, submit.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
     return DrySweep(_array_script(tasks, name, at_once), tuple(runs), tuple(notes))
 
 
-def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple[list[Task], list[str]]:
+def _prepare(
+    request: SubmitRequest, given: Sequence[str], option: str, purpose: Purpose = "submit"
+) -> tuple[list[Task], list[str]]:
     """All runs, checked one by one and against each other; and warnings."""
     tasks: list[Task] = []
     notes: list[str] = []
     for values in product(given, request.assignments, option):
         try:
-            prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None)
+            prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None, purpose)
             notes += [*prepared.plan.warnings, *submit.check(prepared)]
         except ClusterTrainError as e:
-            if _fails_alike(request, e):
+            if _fails_alike(request, e, purpose):
                 raise
             raise type(e)(f"with {words(values)}: {e.message}", fix=e.fix) from e
         tasks.append(Task(prepared, values))
@@ -198,13 +201,13 @@ def _prepare(request: SubmitRequest, given: Sequence[str], option: str) -> tuple
     _refuse_unread(tasks)
     _refuse_equal(tasks, option)
     _refuse_other_resources(tasks, option)
-    return tasks, [*dict.fromkeys(notes), *first.backend.advice(first.spec.job.partition)]
+    return tasks, [*dict.fromkeys(notes), *submit.advice(first)]
 
 
-def _fails_alike(request: SubmitRequest, error: ClusterTrainError) -> bool:
+def _fails_alike(request: SubmitRequest, error: ClusterTrainError, purpose: Purpose) -> bool:
     """Whether the request fails so without any values of the grid: then they are not at fault."""
     try:
-        submit.check(prepare(request))
+        submit.check(prepare(request, purpose=purpose))
     except ClusterTrainError as e:
         return e.message == error.message
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _UNIT_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
-_PART = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)\s*"
+_PART = r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*"
 
 
 def duration_s(text: str) -> float | None:

@@ -46,7 +46,7 @@ def node_gb_s(text: str) -> float:
     Raises:
         ConfigError: no such fabric; names the known ones.
     """
-    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?([\w.-]+)\s*", text.lower())
+    found = re.fullmatch(r"\s*(?:([0-9]{1,4})\s*x\s*)?([\w.-]+)\s*", text.lower())
     fabric = _BY_NAME.get(found[2]) if found else None
     if found is None or fabric is None or (fabric.whole_node and found[1]):
         raise ConfigError(f"fabric = {text!r} is not known: {nearest(found[2] if found else text, list(_BY_NAME))}",

@@ -19,7 +19,7 @@ def seconds_of(text: str) -> float | None:
     """
     if not text or text.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip(), re.ASCII)
     if match is None:
         raise UsageError(f"time limit {text!r} is not one that sbatch takes", fix=f"use {_FORMATS}")
     days, first, second, third = (int(g) if g is not None else None for g in match.groups())

@@ -8,6 +8,8 @@ import msgspec
 
 from clustertrain.spec.ranges import positive, within
 
+MOST_STAGES = 14  # they would halve 16,384 pixels to one
+
 
 class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[model.convnet]``: a residual network for images (He et al., arXiv 1512.03385) with group norms."""
@@ -23,6 +25,11 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             positive(name, getattr(self, name))
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one")
+        if len(self.blocks) > MOST_STAGES:
+            raise ValueError(
+                f"blocks: {len(self.blocks)} stages, at most {MOST_STAGES}; each has half the size of the one before, and "
+                "twice its width"
+            )
         if self.width % self.groups:
             raise ValueError(f"width = {self.width} is not divisible by groups = {self.groups}")
 

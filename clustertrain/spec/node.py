@@ -5,6 +5,7 @@ A field that cannot be told stays at its default: None, an empty string or "unkn
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 # host sees its BMC.
 InterfaceKind = Literal["ethernet", "infiniband", "bond", "bridge", "vlan", "virtual", "usb", "wireless", "loopback"]
 LinkLayer = Literal["InfiniBand", "Ethernet", "unknown"]
+MOST_CPUS = 8192  # CONFIG_NR_CPUS of Linux at most
 PortState = Literal["active", "down", "unknown"]
 
 
@@ -79,6 +81,9 @@ class NumaNode(_Facts, frozen=True):
     index: int
     cpus: str
 
+    def __post_init__(self) -> None:
+        cpu_numbers(self.cpus)
+
 
 class Cpus(_Facts, frozen=True):
     """``numa_nodes``: those with processors; GPU memory may form others."""
@@ -109,10 +114,12 @@ def cpu_numbers(cpus: str) -> set[int]:
     """``0-2,8`` as {0, 1, 2, 8}.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: it is no such list, or has more processors than Linux knows.
     """
     found: set[int] = set()
     for part in cpus.split(",") if cpus.strip() else []:
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
+        ends = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
+        if ends is None or int(ends[2] or ends[1]) >= MOST_CPUS:
+            raise ValueError(f"cpus = {cpus[:100]!r}: must be a list as 0-47,96-143, of numbers below {MOST_CPUS}")
+        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
     return found

@@ -146,7 +146,7 @@ class TrainSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen by the plan) or more")
         within("seed", self.seed, 0, 2**63 - 1)
         if self.profile:
-            found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+            found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", self.profile)
             if found is None or int(found[1]) >= int(found[2]):
                 raise ValueError(
                     f'profile = {self.profile!r}: must be "first:end" with first < end; "10:20" are steps 10 to 19'

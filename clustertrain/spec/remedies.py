@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from clustertrain.spec import elsewhere, walk
+from clustertrain.errors import ConfigError
+from clustertrain.spec import elsewhere, parsing, walk
 
 _TRUTH: Mapping[str, str] = {
     **dict.fromkeys(("true", "yes", "on", "1"), "true"),
@@ -48,7 +49,9 @@ def of(value: dict[str, Any], kind: type[msgspec.Struct], key: str, text: str) -
     if key.endswith("[...]"):
         return _quoted(wrong)
     found = _one_of(wrong) or _range(wrong, text)
-    return found or (_listed(wrong) or _true_or_false(wrong) or _number(wrong) or _string(wrong) if expected else None)
+    if found or not expected:
+        return found
+    return _listed(wrong) or _true_or_false(wrong) or _number(wrong) or _string(wrong) or _table(wrong)
 
 
 def bare_word(line: str) -> str | None:
@@ -105,9 +108,10 @@ def _quoted(wrong: _Wrong) -> str | None:
 def _listed(wrong: _Wrong) -> str | None:
     if "array" not in wrong.expected:
         return None
-    of = get_args(walk.tuple_of(wrong.kind))
+    of = walk.elements_of(wrong.kind)
     if isinstance(wrong.given, dict):
-        return f"write [[{wrong.key}]] with two brackets: there may be several" if walk.struct_of(of[0]) else None
+        several = bool(of) and walk.struct_of(of[0]) is not None
+        return f"write [[{wrong.key}]] with two brackets: there may be several" if several else wrong.write('["…"]')
     if of[1:] == (...,) and not isinstance(wrong.given, list):
         return wrong.write(f"[{json.dumps(wrong.given, default=str)}]")
     if of and of[1:] != (...,):
@@ -115,6 +119,14 @@ def _listed(wrong: _Wrong) -> str | None:
         shown = [json.dumps(one, default=str) for one in given[: len(of)]]
         return wrong.write(f"[{', '.join(shown + ['…'] * (len(of) - len(shown)))}], a list of {len(of)}")
     return None
+
+
+def _table(wrong: _Wrong) -> str | None:
+    struct = walk.struct_of(wrong.kind)
+    if "object" not in wrong.expected:
+        return None
+    keys = [f"{wrong.key}.{name}" for name in walk.fields_of(struct)][:3] if struct is not None else []
+    return f"set its keys, as {', '.join(keys)}" if keys else f"write [{wrong.key}] and its keys below it, NAME = VALUE"
 
 
 def _true_or_false(wrong: _Wrong) -> str | None:
@@ -132,8 +144,8 @@ def _number(wrong: _Wrong) -> str | None:
             return wrong.write(str(int(given)))
         return "write a whole number" + (": it is a count, not a share" if 0 < given < 1 else "")
     try:
-        meant = tomllib.loads(f"value = {given}")["value"] if isinstance(given, str) else None
-    except tomllib.TOMLDecodeError:
+        meant = parsing.loads(f"value = {given}", wrong.key)["value"] if isinstance(given, str) else None
+    except (tomllib.TOMLDecodeError, ConfigError):
         return None
     return f"{wrong.write(given)}, without the quotes" if type(meant) in kinds else None
 

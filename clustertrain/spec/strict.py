@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.spec import elsewhere, remedies
+from clustertrain.spec import bounds, elsewhere, parsing, remedies
 from clustertrain.spec.walk import fields_of, parts_of, places_of, struct_of, type_at, value_at
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -83,20 +84,22 @@ def _check_finite(value: Any, where: str, source: str) -> None:
         _check_finite(of, where if key is None else f"{where}.{key}" if where else str(key), source)
 
 
-def build(value: dict[str, Any], kind: type[S], source: str) -> S:
-    """``value`` as a ``kind``.
+def build(value: dict[str, Any], kind: type[S], source: str, at: str = "") -> S:
+    """``value`` as a ``kind``, whose keys stand below ``at`` in :data:`clustertrain.spec.bounds.BOUNDS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
     """
     _check_keys(value, kind, source)
     _check_finite(value, "", source)
+    bounds.check(value, source, at)
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
-        key = path.rstrip("`").lstrip(".")
-        fix = remedies.of(value, kind, key, text) or _show(value, key)
+        where = path.rstrip("`").lstrip(".")
+        key = _whole(value, kind, where)
+        fix = remedies.of(value, kind, where, text) or remedies.of(value, kind, key, text) or _show(value, key)
         raise ConfigError(f"{source}: {_named(kind, key, _plain(text))}", fix=fix) from e
 
 
@@ -110,7 +113,27 @@ def _named(kind: type[msgspec.Struct], key: str, text: str) -> str:
     return f"{key}.{text}" if own else f"{key}: {text}"
 
 
+def _whole(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str:
+    """``key`` with the name in place of ``[...]``, which is msgspec's for any key of a table that the user names."""
+    above, found, below = key.partition("[...]")
+    if not found:
+        return key
+    of = get_args(type_at(kind, places_of(above)))[-1]
+    for name, inner in value_at(value, places_of(above)).items():
+        try:
+            msgspec.convert(inner, type=of, strict=True)
+        except msgspec.ValidationError:
+            return f"{above}.{text_of_key(name)}{below}"
+    return key
+
+
+def text_of_key(name: str) -> str:
+    """As TOML writes it, in quotes where it has to."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
 def _plain(text: str) -> str:
+    text = text.replace("`object`", "a table").replace("`array`", "a list")
     return text[0].lower() + text[1:] if text.startswith(("Expected", "Invalid", "Object")) else text
 
 
@@ -127,7 +150,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """Raises ConfigError for a missing or unreadable file."""
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ConfigError(f"{path}: is UTF-16", fix="save it as UTF-8, which is all that TOML may be")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")  # editors of Windows begin UTF-8 with a BOM
     except FileNotFoundError as e:
         raise ConfigError(f"{path}: no such file") from e
     except (OSError, UnicodeDecodeError) as e:
@@ -137,7 +163,7 @@ def read_text(path: Path) -> str:
 def parse_toml(text: str, source: str) -> dict[str, Any]:
     """Raises ConfigError for what is not TOML; names ``source``."""
     try:
-        return tomllib.loads(text)
+        return parsing.loads(text, source)
     except tomllib.TOMLDecodeError as e:
         place = re.search(r"at line (\d+)", str(e))
         line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
@@ -156,7 +182,7 @@ def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
 def value_of(text: str, path: str = "") -> Any:
     """The value of the command line for ``path``: TOML. What is not TOML is a string, and in the environment all is."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parsing.loads(f"value = {text}", path or "the value")["value"]
     except tomllib.TOMLDecodeError:
         return text
     return text if path.startswith(ENVIRONMENT) and not isinstance(value, str) else value

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from clustertrain.errors import ConfigError
+from clustertrain.spec import parsing
 
 
 def struct_of(kind: Any) -> type[msgspec.Struct] | None:
@@ -19,9 +20,15 @@ def struct_of(kind: Any) -> type[msgspec.Struct] | None:
     return None
 
 
-def tuple_of(kind: Any) -> Any:
-    """The tuple that ``kind`` is or may be; None where it is none."""
-    return next((candidate for candidate in (kind, *get_args(kind)) if get_origin(candidate) is tuple), None)
+def elements_of(kind: Any) -> tuple[Any, ...]:
+    """The types in the list that ``kind`` is or may be, ``(type, ...)`` where there may be any number; () if it is
+    none."""
+    for candidate in (kind, *get_args(kind)):
+        if get_origin(candidate) is tuple:
+            return get_args(candidate)
+        if get_origin(candidate) is list:
+            return (*get_args(candidate), ...)
+    return ()
 
 
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def parts_of(path: str) -> list[str]:
     if '"' not in path and "'" not in path:
         return path.split(".")
     try:
-        table: Any = tomllib.loads(f"{path} = 0")
+        table: Any = parsing.loads(f"{path} = 0", path)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not a key in TOML", fix='quote the part with dots in it, as table."a.b"') from e
     parts = []
@@ -57,7 +64,7 @@ def type_at(kind: Any, parts: Sequence[str | int]) -> Any:
     """None where there is none."""
     for part in parts:
         if isinstance(part, int):
-            of = get_args(tuple_of(kind))
+            of = elements_of(kind)
             kind = of[0 if of[1:] == (...,) else part] if of else None
         else:
             struct = struct_of(kind)

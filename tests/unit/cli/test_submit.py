@@ -261,14 +261,14 @@ def test_the_three_dimensional_example_is_accepted(type_: Type, capsys: pytest.C
 
 def test_neither_torch_nor_what_is_heavy_is_imported_for_help_and_torch_never() -> None:
     code = (
-        "import sys; sys.argv = ['clustertrain', 'submit', {arg!r}]\n"
+        "import sys; sys.argv = ['clustertrain', 'submit', *{args!r}]\n"
         "from clustertrain.cli.main import main\n"
         "main()\n"
         "print(sorted({{'torch', 'submitit', 'jinja2', 'rich', 'numpy'}} & set(sys.modules)), file=sys.stderr)"
     )
-    for arg, loaded in (("--help", "[]"), ("--dry-run", "['jinja2']")):
+    for args, loaded in ((["--help"], "[]"), (["--dry-run", "--backend", "local"], "['jinja2']")):
         done = subprocess.run(
-            [sys.executable, "-c", code.format(arg=arg)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", code.format(args=args)], capture_output=True, text=True, check=True
         )  # fmt: skip
         assert done.stderr.splitlines()[-1] == loaded
 
