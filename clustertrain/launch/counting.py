@@ -41,7 +41,7 @@ def count(
     layout = chosen.layout
     split = {"tp": layout.tp, "stages": pipeline.stages(layout)}
     request = {"recipe": msgspec.to_builtins(spec.recipe), "step": step, "split": split}
-    argv = [python, "-m", "clustertrain.train.shapes", json.dumps(request)]
+    argv = proc.python_module(python, "clustertrain.train.shapes", json.dumps(request))
     env = {**settings.without_allocation(environ), **spec.env}
     try:
         done = proc.run(argv, timeout_s=TIMEOUT_S, env=code.environment_in_place(package, env), check=False)

@@ -152,9 +152,9 @@ def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
 def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
     arrived = run_in_bash(job_script(given(nodes=2, gpus=4, cpus_per_gpu=3)), tmp_path)
     spy = str(tmp_path / "spy")
-    assert arrived[:4] == ["-m", "clustertrain", "batch", "--"]
-    step = arrived[4:]
-    assert step[0] == "srun" and step[-3:] == ["-m", "clustertrain", "agent"] and step[-4] == spy
+    assert arrived[:5] == ["-P", "-m", "clustertrain", "batch", "--"]
+    step = arrived[5:]
+    assert step[0] == "srun" and step[-4:] == ["-P", "-m", "clustertrain", "agent"] and step[-5] == spy
     # srun 22.05 and later does not inherit the cores; and no node's end may kill the others.
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=12", "--export=ALL",
                    "--kill-on-bad-exit=0", "--wait=0"):  # fmt: skip
@@ -165,8 +165,8 @@ def test_the_local_step(tmp_path: Path) -> None:
     text = job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
     assert "#SBATCH" not in text
     arrived = run_in_bash(text, tmp_path)
-    assert arrived[4:] == [str(tmp_path / "spy"), "-m", "clustertrain.launch.local_step", "--nodes", "3", "--gpus", "2",
-                           "--", str(tmp_path / "spy"), "-m", "clustertrain", "agent"]  # fmt: skip
+    assert arrived[5:] == [str(tmp_path / "spy"), "-P", "-m", "clustertrain.launch.local_step", "--nodes", "3",
+                           "--gpus", "2", "--", str(tmp_path / "spy"), "-P", "-m", "clustertrain", "agent"]  # fmt: skip
 
 
 def test_the_plans_settings_yield_to_the_users(tmp_path: Path) -> None:
