@@ -47,11 +47,17 @@ HOSTILE = (
 def given(
     env: dict[str, str] | None = None, profile: ClusterProfile | None = None, device: str = "cuda", **more: Any
 ) -> ScriptInput:
-    """Input with fixed paths. ``more``: script, run, home, python, code; the rest are fields of the job."""
-    outer = {k: more.pop(k) for k in ("script", "run", "home", "python", "code") if k in more}
+    """Input with fixed paths. ``more``: script, run, home, python, code, secret_env; the rest are fields of the job."""
+    outer = {k: more.pop(k) for k in ("script", "run", "home", "python", "code", "secret_env") if k in more}
     job = JobSpec(**{"backend": "slurm", **more})
     # 48 divides over every number of ranks here.
-    spec = RunSpec(job=job, env=env or {}, recipe=Recipe(train=TrainSpec(global_batch=48)), script=outer.get("script"))
+    spec = RunSpec(
+        job=job,
+        env=env or {},
+        secret_env=outer.get("secret_env", ()),
+        recipe=Recipe(train=TrainSpec(global_batch=48)),
+        script=outer.get("script"),
+    )
     profile = profile or ClusterProfile()
     home = Path(outer.get("home", "/shared/ct"))
     return ScriptInput(
@@ -87,6 +93,7 @@ CASES = {
         code=(Path("/shared/ct/runs/demo-abcdef/code"), Path("/shared/ct/runs/demo-abcdef/code/src")),
     ),
     "local": given(nodes=2, gpus=2, device="cpu", backend="local"),
+    "slurm-secrets": given(gpus=1, device="cpu", env={"A": "b", "TOKEN": "s3cret"}, secret_env=("TOKEN",)),
 }
 
 
@@ -147,6 +154,21 @@ def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
     arrived = run_in_bash(job_script(given(env={"V": value}, home="/sh ared/$(touch pwned)")), tmp_path, "V",
                           "CLUSTERTRAIN_HOME", "CLUSTERTRAIN_RUN_DIR")  # fmt: skip
     assert arrived[:3] == [value, "/sh ared/$(touch pwned)", "/sh ared/$(touch pwned)/runs/demo-abcdef"]
+
+
+@pytest.mark.parametrize("value", [*HOSTILE, "two\nlines", "tab\there", ""])
+def test_secrets_arrive_as_they_were_typed_and_are_not_in_the_script(value: str, tmp_path: Path) -> None:
+    asked = given(env={"V": value, "NCCL_DEBUG": value}, secret_env=("V", "NCCL_DEBUG"), run=tmp_path / "ru n$(x)")
+    asked.run.path.mkdir()
+    asked.run.secrets.write_text(render.secrets(asked.spec))
+    text = job_script(asked)
+    assert run_in_bash(text, tmp_path, "V", "NCCL_DEBUG")[:2] == [value, value]
+    assert render.without_secrets(asked.spec).env == {}
+
+
+def test_a_script_without_its_secrets_does_not_start(tmp_path: Path) -> None:
+    text = job_script(given(env={"V": "x"}, secret_env=("V",), run=tmp_path))
+    assert subprocess.run(["bash", "-c", text], check=False, capture_output=True).returncode == 78
 
 
 def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
