@@ -29,6 +29,12 @@ class Completed:
     stderr: str
 
 
+def python_module(python: str, module: str, *arguments: str) -> list[str]:
+    """The argument list of ``python -m MODULE``, without the current folder among the places that it imports from:
+    a ``torch.py`` that lies there would be run."""
+    return [python, "-P", "-m", module, *arguments]
+
+
 def run(
     argv: Sequence[str | os.PathLike[str]],
     *,

@@ -14,6 +14,9 @@ CLUSTER_PATH = "CLUSTERTRAIN_CLUSTER_PATH"  # more folders with profiles, separa
 # Set by tests of the checkpoints, see checkpoint/points.py.
 FAULT_AT = "CLUSTERTRAIN_FAULT_AT"
 
+# Set by the secrets of a run: the webhook of its recipe.
+WEBHOOK = "CLUSTERTRAIN_WEBHOOK"
+
 # Set by job.sh, batch and the agent for the processes below them.
 RUN_DIR = "CLUSTERTRAIN_RUN_DIR"
 ATTEMPT = "CLUSTERTRAIN_ATTEMPT"
@@ -25,7 +28,9 @@ RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
 RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # `0,1;2,3`: the processors of each local rank, where they are bound
-INTERNAL = frozenset({RUN_DIR, ATTEMPT, NONCE, NODE, NODE_RANK, NODE_LIST, RANK_DIR, DEVICE, LOCAL_JOB, RANK_CPUS})
+INTERNAL = frozenset(
+    {RUN_DIR, ATTEMPT, NONCE, NODE, NODE_RANK, NODE_LIST, RANK_DIR, DEVICE, LOCAL_JOB, RANK_CPUS, WEBHOOK}
+)
 
 # Of others.
 XDG_DATA_HOME = "XDG_DATA_HOME"

@@ -152,7 +152,7 @@ class Recording:
 
     def _compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
         """Of segments that nobody writes any more. None where no process could be started."""
-        argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", "--quiet"]
+        argv = proc.python_module(sys.executable, "clustertrain.telemetry.segments.compact", "--ended", "--quiet")
         argv += ["--at-least", str(WORTH_BYTES), *map(str, folders)]
         try:
             return proc.start(argv, ignore_stop_signals=True)

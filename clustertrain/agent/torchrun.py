@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from clustertrain import proc
 from clustertrain.agent.rendezvous import Rendezvous
 
 # A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
@@ -30,10 +31,12 @@ def command(
         python: default: the one that runs this.
         log_dir: where torchrun keeps files of its own; default: a new folder in /tmp, which stays when it is killed.
     """
-    argv = [python or sys.executable, "-m", "torch.distributed.run"]
+    interpreter = python or sys.executable
+    argv = proc.python_module(interpreter, "torch.distributed.run")
     # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
     argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
     argv += [f"--rdzv-id={meeting.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]
     argv += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--signals-to-handle=SIGINT"]
     argv += [f"--log-dir={log_dir}"] if log_dir is not None else []
-    return [*argv, "-m", *program]
+    # Without --no-python torchrun starts `python -u -m`, which imports from the current folder first.
+    return [*argv, "--no-python", interpreter, "-u", *proc.python_module(interpreter, *program)[1:]]

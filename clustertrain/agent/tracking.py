@@ -23,7 +23,9 @@ class Tracking:
 
     def __init__(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], log: EventLog) -> None:
         self._run = run
-        self._argv = [sys.executable, "-m", "clustertrain.tracking", str(run.path), "--attempt", str(attempt.n)]
+        self._argv = proc.python_module(
+            sys.executable, "clustertrain.tracking", str(run.path), "--attempt", str(attempt.n)
+        )
         self._file = attempt.logs / "tracking.log"
         self._environ = dict(environ)
         self._log = log

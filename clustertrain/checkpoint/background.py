@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from clustertrain import clock
+from clustertrain import clock, proc
 from clustertrain.checkpoint import local, writer
 from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.trouble import Trouble, told
@@ -159,13 +159,12 @@ class Background:
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # a child has the mask of its parent
         try:
             self._process = subprocess.Popen(
-                [
+                proc.python_module(
                     sys.executable,
-                    "-m",
                     "clustertrain.checkpoint.writing",
                     *map(str, (theirs.fileno(), os.getpid())),
                     self._engine,
-                ],
+                ),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )

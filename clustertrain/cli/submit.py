@@ -60,8 +60,19 @@ _OTHER_OPTIONS = (
         metavar="steps=FIRST:END",
         help="Profile the steps FIRST to END - 1: a trace and the costliest operations, in profiles/ of the run.",
     ),
-    click.option("--env", multiple=True, metavar="K=V", help="Export to the job."),
+    click.option(
+        "--env",
+        multiple=True,
+        metavar="K=V",
+        help="Export to the job; the value is kept out of its files and the record.",
+    ),
     click.option("--snapshot-limit-mib", type=_POSITIVE, metavar="MIB", help="Largest code snapshot; default 100."),
+    click.option(
+        "--snapshot-include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Copy these files too, although they look like secrets or are links out of the repository.",
+    ),
     click.option("--count-model/--no-count-model", default=None, help="Build model.entry first; default: plan only."),
     click.option("--trace-memory", is_flag=True, help="Also trace a step of it, for the activations."),
     json_option,
@@ -146,7 +157,9 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
     _look_behind(target, args)
     profile = options.pop("profile")
     sbatch = _pairs("--sbatch", options.pop("sbatch"), bare=True)
-    rest = {key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "as_json")}
+    rest = {
+        key: options.pop(key) for key in ("assignments", "env", "snapshot_limit_mib", "snapshot_include", "as_json")
+    }
     job = {key: value for key, value in options.items() if value is not None}
     return SubmitRequest(
         target=target or "",
@@ -155,6 +168,7 @@ def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest
         assignments=(*rest["assignments"], *([_profiled(profile)] if profile else [])),
         env=_pairs("--env", rest["env"]),
         snapshot_limit_mib=rest["snapshot_limit_mib"] or LIMIT_MIB,
+        snapshot_include=rest["snapshot_include"],
         count=wanted,
         argv=tuple(sys.argv),
     )

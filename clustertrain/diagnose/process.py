@@ -86,7 +86,7 @@ def diagnose(
     with tempfile.TemporaryDirectory(prefix="clustertrain-diagnose-", ignore_cleanup_errors=True) as folder:
         run = scratch.run_folder(_quiet(prepared), Layout(), _batch(prepared), Path(folder))
         env = scratch.environment(prepared, run, environ)
-        argv = [prepared.python, "-m", "clustertrain.diagnose.main", *checks]
+        argv = proc.python_module(prepared.python, "clustertrain.diagnose.main", *checks)
         said = Path(folder) / "said.log"
         device, findings = "", []
         with scratch.interruptible():

@@ -144,7 +144,7 @@ class _Rehearsal:
             settings.RANK_DIR: str(rank_dir),
             settings.ATTEMPT: str(n),
         }
-        argv = [sys.executable, "-m", "clustertrain.diagnose.ended_rank", str(last), str(committed)]
+        argv = proc.python_module(sys.executable, "clustertrain.diagnose.ended_rank", str(last), str(committed))
         child = proc.start(argv, env=env, log=attempt.rank_log(0))
         try:
             if not clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S):

@@ -33,10 +33,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     child = proc.start(
         [
-            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static", f"--master-addr={master}",
+            *proc.python_module(sys.executable, "torch.distributed.run"),
+            "--rdzv-backend=static", f"--master-addr={master}",
             f"--master-port={port}", f"--rdzv-id=measure-{port}",
             f"--nnodes={max(1, len(nodes))}", f"--node-rank={rank}", f"--nproc-per-node={options.ranks}",
-            "--max-restarts=0", "-m", "clustertrain.doctor.measure", options.what,
+            "--max-restarts=0", "--no-python",
+            *proc.python_module(sys.executable, "clustertrain.doctor.measure", options.what),
             "--device", options.device,
         ],
         env=_environment(nodes, rank, options.device),

@@ -76,7 +76,7 @@ class _Measuring:
     def run(self, what: str, nodes: Sequence[str], module: str, *args: str, needed: str) -> dict[str, Any]:
         """What ``module`` said on ``nodes``; a failure where ``needed`` is not among it."""
         self.say(what)
-        argv = [*self.where.srun(nodes), self.where.python, "-m", f"clustertrain.doctor.{module}", *args]
+        argv = [*self.where.srun(nodes), *proc.python_module(self.where.python, f"clustertrain.doctor.{module}", *args)]
         found, failure = _run(argv, self.where.env)
         if needed not in found:
             self.failures.append(f"{what}: {failure or 'it ended without a result'}")

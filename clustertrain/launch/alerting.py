@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,9 +12,9 @@ from clustertrain.spec.telemetry import AlertsSpec
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-def notes(spec: AlertsSpec, *, share: bool, environ: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """``share``: the run's folder is open to the group. ``environ`` is what the job inherits, ``given`` what ``--env``
-    and the recipe add to it."""
+def notes(spec: AlertsSpec, *, share: bool, environ: Container[str], given: Container[str]) -> list[str]:
+    """``share``: the run's folder is open to the group. ``environ`` are the variables that the job inherits or --env
+    gives it, ``given`` those that the recipe and the profile add."""
     found = []
     if spec.command and shutil.which(spec.command[0]) is None:
         missing = f"telemetry.alerts.command: no program {spec.command[0]!r} on this host"
@@ -23,19 +23,20 @@ def notes(spec: AlertsSpec, *, share: bool, environ: Mapping[str, str], given: M
         found += _of_variable(spec.webhook_env, environ, given)
     if spec.webhook_file:
         found += _of_file(Path(spec.webhook_file))
-    if not spec.webhook:
-        return found
+    if share and len(spec.command) > 1:
+        found.append(
+            "telemetry.alerts.command: its arguments stand in spec.toml, which --share lets the group read; give "
+            "a token with --env"
+        )
     parts = urlsplit(spec.webhook)
     if parts.scheme == "http" and parts.hostname not in _HERE:
         found.append(f"telemetry.alerts.webhook: {parts.hostname} gets the alerts, and the URL, without encryption")
-    readers = "which --share lets the group read" if share else "in the clear"
-    found.append(f"telemetry.alerts.webhook stands in spec.toml, {readers}; webhook_env or webhook_file keep it out")
     return found
 
 
-def _of_variable(name: str, environ: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+def _of_variable(name: str, environ: Container[str], given: Container[str]) -> list[str]:
     if name in given:
-        return [f"telemetry.alerts.webhook_env: {name} is given by --env or [env], which stand in spec.toml and job.sh"]
+        return [f"telemetry.alerts.webhook_env: {name} is given by [env], which stands in spec.toml and job.sh"]
     if name not in environ:
         return [f"telemetry.alerts.webhook_env: {name} is not set here, and the job inherits this environment"]
     return []

@@ -15,6 +15,7 @@ from clustertrain.plan import pipeline
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.planner import Plan
 from clustertrain.spec.job import RunSpec
+from clustertrain.spec.telemetry import TelemetrySpec
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
 
@@ -40,8 +41,10 @@ def count(
     step = _step(chosen) if trace and not chosen.layout.model_parallel else None
     layout = chosen.layout
     split = {"tp": layout.tp, "stages": pipeline.stages(layout)}
-    request = {"recipe": msgspec.to_builtins(spec.recipe), "step": step, "split": split}
-    argv = [python, "-m", "clustertrain.train.shapes", json.dumps(request)]
+    # Everybody on the machine sees the arguments, so no webhook is among them.
+    recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
+    request = {"recipe": msgspec.to_builtins(recipe), "step": step, "split": split}
+    argv = proc.python_module(python, "clustertrain.train.shapes", json.dumps(request))
     env = {**settings.without_allocation(environ), **spec.env}
     try:
         done = proc.run(argv, timeout_s=TIMEOUT_S, env=code.environment_in_place(package, env), check=False)

@@ -130,7 +130,7 @@ class LocalBackend(Backend):
             )
         )
         env = settings.without_allocation(submission.environ if submission.environ is not None else os.environ)
-        argv = [sys.executable, "-m", "clustertrain.launch.supervisor", str(folder.path)]
+        argv = proc.python_module(sys.executable, "clustertrain.launch.supervisor", str(folder.path))
         child = proc.start(argv, env=env, cwd=submission.run.path, log=folder.log, new_session=True)
 
         def answered() -> bool:

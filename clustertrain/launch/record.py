@@ -11,21 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import clustertrain
-from clustertrain import clock, proc
+from clustertrain import clock
 from clustertrain.errors import CommandFailed
+from clustertrain.launch import git
+from clustertrain.launch.secret_files import looks_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
+_WITH_SECRETS = ("--env", "--set")
+# Of submodules their commit alone: git would start a git in each to look at its files.
+_SHALLOW = ("--ignore-submodules=dirty",)
 _PACKAGES = ("torch", "numpy", "submitit", "torchsnapshot", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str, Any]:
-    """The record of a submission; ``repository`` is the git repository of the user's code, or None."""
+    """The record of a submission; ``repository`` is the root of the user's code if that is a git repository."""
     return {
         "time": clock.now(),
         "user": _user(),
         "host": socket.gethostname(),
         "cwd": str(cwd),
-        "argv": list(argv),
+        "argv": without_values(argv),
         "clustertrain": clustertrain.__version__,
         "python": sys.version.split()[0],
         "executable": sys.executable,
@@ -33,6 +38,19 @@ def collect(argv: Sequence[str], cwd: Path, repository: Path | None) -> dict[str
         "packages": packages(),
         "git": git_state(repository) if repository is not None else None,
     }
+
+
+def without_values(argv: Sequence[str]) -> list[str]:
+    """``argv`` without the values of --env, nor a webhook: they may be secrets, and the record is open to the group."""
+    kept, option = [], ""
+    for word in argv:
+        joined = next((f"{name}=" for name in _WITH_SECRETS if word.startswith(f"{name}=")), "")
+        pair = word.removeprefix(joined) if joined or option in _WITH_SECRETS else ""
+        key, sign, _ = pair.partition("=")
+        secret = sign and ("--env" in (option, joined.rstrip("=")) or "webhook" in pair)
+        kept.append(f"{joined}{key}=***" if secret else word)
+        option = word
+    return kept
 
 
 def packages() -> dict[str, str]:
@@ -57,13 +75,14 @@ def _entries(folder: str) -> list[str]:
 
 
 def git_state(repository: Path) -> dict[str, Any] | None:
-    """Commit, branch, whether there were changes, and the changes to tracked files, up to 1 MiB of them. None without
-    git or without a commit."""
+    """Commit, branch, whether there were changes, and the changes to tracked files that do not look like secrets, up to
+    1 MiB of them. None without git or without a commit."""
     try:
-        commit = _git(repository, "rev-parse", "HEAD").strip()
-        branch = _git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip()
-        status = _git(repository, "--no-optional-locks", "status", "--porcelain")
-        diff = _git(repository, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") if status else ""
+        commit = git.run(repository, "rev-parse", "HEAD").stdout.strip()
+        branch = git.run(repository, "rev-parse", "--abbrev-ref", "HEAD").stdout.strip()
+        settings = git.without_filters(repository)
+        status = git.run(repository, "status", "--porcelain", *_SHALLOW, settings=settings).stdout
+        diff = _diff(repository, settings) if status else ""
     except CommandFailed:
         return None
     # Cut in bytes, and not inside of a character.
@@ -78,8 +97,11 @@ def git_state(repository: Path) -> dict[str, Any] | None:
     }
 
 
-def _git(repository: Path, *argv: str) -> str:
-    return proc.run(["git", "-C", repository, *argv]).stdout
+def _diff(repository: Path, settings: Sequence[str]) -> str:
+    plain = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--submodule=short", *_SHALLOW)
+    names = git.run(repository, *plain, "--name-only", "-z", "HEAD", settings=settings).stdout.split("\0")
+    without = [f":(top,exclude,literal){name}" for name in names if looks_secret(name)]
+    return git.run(repository, *plain, "HEAD", "--", ":(top)", *without, settings=settings).stdout
 
 
 def _user() -> str:

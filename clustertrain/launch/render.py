@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from clustertrain import settings
 from clustertrain.errors import ConfigError
 from clustertrain.launch import templates
 from clustertrain.plan.planner import Plan
@@ -59,13 +62,36 @@ def job_script(given: ScriptInput) -> str:
             "python": given.python,
             "home": str(given.home),
             "run_dir": str(given.run.path),
-            "user_env": sorted(spec.env.items()),
+            "user_env": sorted((name, value) for name, value in spec.env.items() if name not in spec.secret_env),
+            "secret_env": secret_names(spec),
             "plan_env": sorted((name, setting.value) for name, setting in {**plan.nccl, **plan.env}.items()),
             "python_path": ":".join(str(p) for p in given.code_paths),
             "backend": spec.job.backend,
             "step_options": _srun_options(given) if slurm else _local_options(spec.job),
         },
     )
+
+
+def secret_names(spec: RunSpec) -> list[str]:
+    """The variables that the secrets of the run set."""
+    return [*spec.secret_env, *([settings.WEBHOOK] if spec.recipe.telemetry.alerts.webhook else [])]
+
+
+def secrets(spec: RunSpec) -> str:
+    """What job.sh reads its secrets from; empty where there are none."""
+    values = {**spec.env, settings.WEBHOOK: spec.recipe.telemetry.alerts.webhook}
+    return "".join(f"export {name}={shlex.quote(values[name])}\n" for name in secret_names(spec))
+
+
+def without_secrets(spec: RunSpec) -> RunSpec:
+    """``spec`` as it is written down, with the names of the variables that the secrets set."""
+    env = {name: value for name, value in spec.env.items() if name not in spec.secret_env}
+    alerts = spec.recipe.telemetry.alerts
+    if alerts.webhook:
+        alerts = msgspec.structs.replace(alerts, webhook="", webhook_env=settings.WEBHOOK)
+    telemetry = msgspec.structs.replace(spec.recipe.telemetry, alerts=alerts)
+    recipe = msgspec.structs.replace(spec.recipe, telemetry=telemetry)
+    return msgspec.structs.replace(spec, env=env, recipe=recipe)
 
 
 def array_script(given: ScriptInput, sweep_id: str, tasks: int, at_once: int | None) -> str:

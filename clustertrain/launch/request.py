@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch import choose, code, counting, render
+from clustertrain.launch import choose, code, counting, render, script_file
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
@@ -47,6 +47,7 @@ class SubmitRequest:
     swept: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     snapshot_limit_mib: int = LIMIT_MIB
+    snapshot_include: tuple[str, ...] = ()
     count: Count = "no"
     argv: tuple[str, ...] = ()
     cwd: Path = field(default_factory=Path.cwd)
@@ -118,7 +119,13 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         images.check_built_in(recipe)
     if recipe.checkpoint.remote:
         places.check_protocol(recipe.checkpoint.remote)
-    spec = RunSpec(job=job, recipe=recipe, script=script, env={**profile.env, **asked.env, **request.env})
+    spec = RunSpec(
+        job=job,
+        recipe=recipe,
+        script=script,
+        env={**profile.env, **asked.env, **request.env},
+        secret_env=tuple(sorted(request.env)),
+    )
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)
     _refuse_late_profile(spec)
@@ -302,6 +309,7 @@ def read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | No
         if request.args:
             raise UsageError(f"{' '.join(request.args)}: a recipe takes no arguments", fix="put options before it")
         return read_toml(path), None, path.stem
+    script_file.check(request.target, path)
     if "\0" in "".join(request.args):
         raise UsageError("an argument of the script contains a NUL character")
     return {}, ScriptSpec(path=str(path), args=request.args, cwd=str(request.cwd)), path.stem

@@ -1,25 +1,31 @@
 """Copies the user's code into ``code/``, so that a requeue runs what was submitted.
 
 Taken are the files of the script's git repository that are tracked, or untracked and not ignored; without git, the
-script's folder without caches and virtual environments. It is built beside its place and renamed: no half snapshots.
+script's folder without caches and virtual environments. Not taken are files that look like secrets, and what links
+out of the repository lead to. It is built beside its place and renamed: no half snapshots.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from clustertrain import proc
 from clustertrain.errors import CommandFailed, ConfigError
+from clustertrain.launch import git
+from clustertrain.launch.secret_files import looks_secret
 
 LIMIT_MIB = 100
 MAX_FILES = 50_000
 _MIB = 1024 * 1024
+# --show-toplevel fails inside of a .git folder and in a bare repository.
+_NO_REPOSITORY = ("not a git repository", "must be run in a work tree", "cannot change to")
 _SKIPPED_FOLDERS = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache",
     ".ruff_cache", ".cache", ".tox", ".nox", ".ipynb_checkpoints", ".eggs",
@@ -28,19 +34,22 @@ _SKIPPED_FOLDERS = frozenset({
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was copied. ``script`` is relative to ``code/``; ``outside`` are links to folders that were not copied."""
+    """What was copied. ``script`` is relative to ``code/``; ``outside`` are links out of the repository, which stay
+    links; ``followed`` says where the script is copied from, if it is such a link; ``secrets`` were left out."""
 
     script: str
     root: Path
     files: int
     size_bytes: int
     outside: tuple[str, ...] = ()
+    followed: str = ""
+    secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Entry:
     name: str  # relative to the root
-    kind: str  # file, link, outside
+    kind: str  # file, link, outside, secret
     size: int = 0
     target: str = ""  # of a link
 
@@ -49,16 +58,20 @@ def toplevel(folder: Path) -> Path | None:
     """The root of the git repository that ``folder`` is in, or None without one (or without git).
 
     Raises:
-        ConfigError: git refuses the repository because somebody else owns it.
+        ConfigError: git cannot use the repository: somebody else owns it, or its configuration is broken.
     """
     try:
-        done = proc.run(["git", "-C", folder, "rev-parse", "--show-toplevel"], check=False)
+        done = git.run(folder, "rev-parse", "--show-toplevel", check=False)
     except CommandFailed:
         return None
-    if "dubious ownership" in done.stderr:
-        raise ConfigError(f"git does not trust the repository of {folder}: {done.stderr.strip()}")
-    # --show-toplevel is empty inside of a .git folder and in a bare repository.
-    return Path(done.stdout.rstrip("\n")) if done.returncode == 0 and done.stdout.strip() else None
+    if done.returncode and not any(words in done.stderr for words in _NO_REPOSITORY):
+        raise ConfigError(
+            f"git cannot read the repository of {folder}: {done.stderr.strip()}", fix=f"see `git -C {folder} status`"
+        )
+    root = Path(done.stdout.rstrip("\n"))
+    # core.worktree can name any folder, and all of that would be copied.
+    found = done.returncode == 0 and (root / ".git").exists() and folder.resolve().is_relative_to(root)
+    return root if found else None
 
 
 def root_of(script: Path) -> Path:
@@ -69,14 +82,22 @@ def root_of(script: Path) -> Path:
 def ignored(path: Path) -> bool:
     """Whether git leaves ``path`` out, and so a snapshot that is not taken for this file itself."""
     root = toplevel(path.parent.resolve())
-    return root is not None and proc.run(["git", "-C", root, "check-ignore", "-q", path], check=False).returncode == 0
+    return root is not None and git.run(root, "check-ignore", "-q", str(path), check=False).returncode == 0
 
 
-def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Path | None = None) -> Snapshot:
+def take(
+    script: Path,
+    target: Path,
+    *,
+    limit_mib: int = LIMIT_MIB,
+    without: Path | None = None,
+    include: Sequence[str] = (),
+) -> Snapshot:
     """Copy the code around ``script`` to the folder ``target``, which must not exist.
 
     Args:
         without: a folder that is left out with all in it (the runs themselves, where they lie in the repository).
+        include: patterns of paths that are copied although they look like secrets.
 
     Raises:
         ConfigError: larger than ``limit_mib`` MiB (the largest files are named), or a file cannot be read.
@@ -87,7 +108,8 @@ def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Pat
     root = repository or script.parent
     listed = _walk(root) if repository is None else _git_files(root, "")
     names = _names(root, script, listed, without)
-    entries = _describe(root, names)
+    name = str(script.relative_to(root))
+    entries = _describe(root, names, lambda path: path == name or any(fnmatchcase(path, p) for p in include))
     _check_size(root, entries, limit_mib)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -99,18 +121,23 @@ def take(script: Path, target: Path, *, limit_mib: int = LIMIT_MIB, without: Pat
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Snapshot(
-        script=str(script.relative_to(root)),
+        script=name,
         root=root,
-        files=len(entries),
+        files=sum(e.kind != "secret" for e in entries),
         size_bytes=sum(e.size for e in entries),
         outside=tuple(f"{e.name} -> {e.target}" for e in entries if e.kind == "outside"),
+        followed=next((e.target for e in entries if e.name == name and e.kind == "file"), ""),
+        secrets=tuple(e.name for e in entries if e.kind == "secret"),
     )
 
 
 def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None) -> list[str]:
     left_out = f"{without.resolve()}{os.sep}" if without is not None else None
     names: dict[str, None] = {str(script.relative_to(root)): None}  # also where it is ignored
+    behind_link = _behind_link(root)
     for name in listed:
+        if behind_link(name):
+            continue
         if left_out is None or not f"{root / name}{os.sep}".startswith(left_out):
             names[name] = None
         if len(names) > MAX_FILES:
@@ -121,10 +148,21 @@ def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None
     return list(names)
 
 
+def _behind_link(root: Path) -> Callable[[str], bool]:
+    """Whether a folder above a name is a link: git still knows the files of a folder that a link has replaced."""
+
+    @functools.cache
+    def linked(folder: Path) -> bool:
+        return folder != Path() and ((root / folder).is_symlink() or linked(folder.parent))
+
+    return lambda name: linked(Path(name).parent)
+
+
 def _git_files(root: Path, prefix: str) -> Iterator[str]:
     """Tracked and not ignored files below ``root/prefix``; submodules and nested repositories are entered."""
     folder = root / prefix
-    listing = proc.run(["git", "-C", folder, "ls-files", "-coz", "--exclude-standard"]).stdout
+    listing = git.run(folder, "ls-files", "-coz", "--exclude-standard").stdout
+    behind_link = _behind_link(root)
     for name in listing.split("\0"):
         if not name:
             continue
@@ -132,7 +170,7 @@ def _git_files(root: Path, prefix: str) -> Iterator[str]:
             raise ConfigError(f"{root}: the file name {name!r} is not UTF-8", fix="rename it, or ignore it")
         path = str(Path(prefix, name))
         full = root / path
-        if full.is_dir() and not full.is_symlink():
+        if full.is_dir() and not full.is_symlink() and not behind_link(path):
             # git names a submodule and a nested repository by its folder; one without .git was never checked out.
             if (full / ".git").exists():
                 yield from _git_files(root, path)
@@ -154,19 +192,21 @@ def _walk(root: Path) -> Iterator[str]:
                 yield str((here / name).relative_to(root))
 
 
-def _describe(root: Path, names: list[str]) -> list[_Entry]:
-    taken = set(names)
+def _describe(root: Path, names: list[str], wanted: Callable[[str], bool]) -> list[_Entry]:
+    """``wanted``: whether a path is copied whatever it looks like, and wherever it leads."""
+    secret = {name for name in names if looks_secret(name) and not wanted(name)}
+    taken = {name for name in names if name not in secret}
     # Folders that will exist in the snapshot, so that a link to one keeps its meaning.
-    taken.update(str(p) for name in names for p in Path(name).parents)
+    taken.update(str(p) for name in taken.copy() for p in Path(name).parents)
     entries = []
     for name in names:
-        entry = _entry(root, name, taken)
+        entry = _entry(root, name, taken, wanted)
         if entry is not None:
-            entries.append(entry)
+            entries.append(_Entry(name, "secret") if name in secret else entry)
     return entries
 
 
-def _entry(root: Path, name: str, taken: set[str]) -> _Entry | None:
+def _entry(root: Path, name: str, taken: set[str], wanted: Callable[[str], bool]) -> _Entry | None:
     path = root / name
     try:
         info = path.lstat()
@@ -180,12 +220,17 @@ def _entry(root: Path, name: str, taken: set[str]) -> _Entry | None:
     inside = os.path.relpath(real, os.path.realpath(root))
     if inside in taken:
         return _Entry(name, "link", target=os.path.relpath(inside, Path(name).parent))
-    if real.is_file():
-        return _Entry(name, "file", real.stat().st_size)
-    if real.is_dir():
-        # Nearly always data, too big to copy, and of no use if missing: it stays where it is, and the user is told.
+    within = real.is_relative_to(os.path.realpath(root)) and ".git" not in Path(inside).parts
+    try:
+        info = real.stat()
+    except OSError:
+        return _Entry(name, "link", target=str(path.readlink()))  # leads nowhere here either
+    if not stat.S_ISREG(info.st_mode) or not (within or wanted(name)):
+        # Nearly always data, too big to copy, or a file of somebody else: it stays where it is, and is reported.
         return _Entry(name, "outside", target=str(real))
-    return _Entry(name, "link", target=str(path.readlink()))  # leads nowhere here either
+    if looks_secret(inside) and not wanted(name) and not wanted(inside):
+        return _Entry(name, "secret")
+    return _Entry(name, "file", info.st_size, "" if within else str(real))
 
 
 def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
@@ -201,20 +246,25 @@ def _check_size(root: Path, entries: list[_Entry], limit_mib: int) -> None:
 
 
 def open_to(target: Path, group: int) -> None:
-    """``group``: the bits that each folder there has for it, and that files have where their owner does."""
+    """``group``: the bits that each folder there has for it, and that files keep. A private file stays private."""
     for folder, _, files in os.walk(target):
         Path(folder).chmod(0o700 | group)
         for name in files:
             path = Path(folder, name)
             if not path.is_symlink():
-                mode = path.stat().st_mode
-                path.chmod(mode | (mode >> 3 & group))
+                path.chmod(path.stat().st_mode & (0o700 | group) | stat.S_IRUSR)
 
 
 def _copy(root: Path, entry: _Entry, scratch: Path) -> None:
-    target = scratch / entry.name
+    if entry.kind == "secret":
+        return
+    source, target = root / entry.name, scratch / entry.name
     target.parent.mkdir(parents=True, exist_ok=True)
     if entry.kind == "file":
-        shutil.copy2(root / entry.name, target)
+        # Not copy2: it also copies the setuid bit and extended attributes.
+        shutil.copyfile(source, target)
+        found = source.stat()
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+        target.chmod(found.st_mode & 0o777)
     else:
         target.symlink_to(entry.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import hash_of
 from clustertrain.spec import places
 from clustertrain.spec.job import RunSpec
+
+SHOWN = 5  # secrets that a note names
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ def check(prepared: Prepared) -> list[str]:
         render.directives(script_input(prepared))
     found += [data.check(prepared), data.epoch(prepared), _place(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
-    found += alerting.notes(alerts, share=job.share, environ=os.environ, given=prepared.spec.env)
+    given = {name: value for name, value in prepared.spec.env.items() if name not in prepared.spec.secret_env}
+    secret = prepared.spec.secret_env
+    found += alerting.notes(alerts, share=job.share, environ={*os.environ, *secret}, given=given)
     if prepared.spec.script is None:
         extras.check(prepared.spec.recipe, prepared.python)
         found += entries.check(prepared)
@@ -171,17 +176,36 @@ def _refuse_home_characters(*, slurm: bool) -> None:
 def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
     if prepared.code is None:
         return None
-    taken = snapshot.take(prepared.code, target, limit_mib=request.snapshot_limit_mib, without=settings.home())
+    taken = snapshot.take(
+        prepared.code,
+        target,
+        limit_mib=request.snapshot_limit_mib,
+        without=settings.home(),
+        include=request.snapshot_include,
+    )
     snapshot.open_to(target, 0o050 if prepared.spec.job.share else 0o000)
     return taken
 
 
 def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
-    return record.collect(request.argv, request.cwd, taken.root if taken else None)
+    return record.collect(request.argv, request.cwd, snapshot.toplevel(taken.root) if taken else None)
 
 
 def outside_notes(taken: Snapshot | None) -> list[str]:
-    return [f"not in the snapshot, used where it is: {link}" for link in taken.outside] if taken else []
+    """What of the code was not copied, or from somewhere else."""
+    if taken is None:
+        return []
+    notes = [f"not in the snapshot, used where it is: {link}" for link in taken.outside]
+    if taken.followed:
+        notes.append(f"{taken.script} is a link out of {taken.root}; copied is {taken.followed}")
+    if taken.secrets:
+        looks = "looks like a secret" if len(taken.secrets) == 1 else "look like secrets"
+        more = f" and {len(taken.secrets) - SHOWN} more" if len(taken.secrets) > SHOWN else ""
+        notes.append(
+            f"not copied: {', '.join(taken.secrets[:SHOWN])}{more} ({looks}); copy with --snapshot-include "
+            f"{shlex.quote(taken.secrets[0])}"
+        )
+    return notes
 
 
 def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: dict[str, Any]) -> None:
@@ -194,6 +218,8 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
         paths = code.python_path(run.code, run.code, taken.script if spec.script is None else None)
     mode = 0o640 if spec.job.share else 0o600
     script = render.job_script(script_input(prepared, run, spec, paths))
+    if secrets := render.secrets(spec):
+        fsio.write_text(run.secrets, secrets, mode=0o600)
     fsio.write_text(run.spec, spec_text(spec), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
@@ -245,8 +271,8 @@ def remove(run: RunDir, spec: RunSpec) -> None:
 
 
 def spec_text(spec: RunSpec) -> str:
-    """What spec.toml says."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(spec)))
+    """What spec.toml says, which has no secrets."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(render.without_secrets(spec))))
 
 
 def _without_none(value: Any) -> Any:

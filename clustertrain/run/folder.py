@@ -108,6 +108,12 @@ class RunDir:
         return self.path / "job.sh"
 
     @property
+    def secrets(self) -> Path:
+        """Sourced by job.sh: the values of --env and the webhook. 0600 even where the group may read the run; absent
+        where there are none."""
+        return self.path / "secrets.sh"
+
+    @property
     def record(self) -> Path:
         return self.path / "record.json"
 

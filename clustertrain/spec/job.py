@@ -69,10 +69,12 @@ class ScriptSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The frozen request in ``spec.toml``."""
+    """The frozen request in ``spec.toml``. ``secret_env`` names the variables of --env: before submission their values
+    stand in ``env``, afterwards in a file of the run that only its owner may read."""
 
     version: int = 1
     job: JobSpec = JobSpec()
     recipe: Recipe = Recipe()
     script: ScriptSpec | None = None
     env: dict[str, str] = {}
+    secret_env: tuple[str, ...] = ()

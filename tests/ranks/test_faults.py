@@ -319,7 +319,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path
 
     assert clock.wait_until(in_the_save, 120.0), run.explain()
     stopped = found[0]
-    agent = next(p for p in stopped.parents() if p.cmdline()[1:] == ["-m", "clustertrain", "agent"])
+    agent = next(p for p in stopped.parents() if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"])
     agent.kill()
     status = run.complete()
     assert not [p for p in processes(run.path) if p.pid == stopped.pid]

@@ -169,7 +169,7 @@ def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
 def test_a_rank_that_is_killed_is_not_a_success(submitted: Callable[..., Run], tmp_path: Path) -> None:
     run = submitted(*PAIR, str(runs.write_recipe(tmp_path, every=10)))
     run.wait_for_step(15)
-    ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-m", "clustertrain", "train"]]
+    ranks = [p for p in below(run) if p.cmdline()[1:] == ["-u", "-P", "-m", "clustertrain", "train"]]
     ranks[-1].send_signal(signal.SIGKILL)
     status = run.complete()
     assert run.endings()[0] in ("unknown", "communication")

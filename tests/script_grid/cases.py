@@ -29,7 +29,7 @@ SCRIPTS = ("train.py", HOSTILE_SCRIPT, "with src/train.py")
 
 # The interpreter of every case: as the batch process it shows the environment that it was given.
 SPY_NAME = "py thon's"
-SPY = '#!/bin/sh\n[ "$*" = "${*#-m clustertrain batch -- srun }" ] && exit 9\nexec /usr/bin/env -0\n'
+SPY = '#!/bin/sh\n[ "$*" = "${*#-P -m clustertrain batch -- srun }" ] && exit 9\nexec /usr/bin/env -0\n'
 
 
 @dataclass(frozen=True)

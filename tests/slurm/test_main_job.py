@@ -117,7 +117,9 @@ def _processes(run: Run, verb: str) -> list[psutil.Process]:
     for p in psutil.process_iter(["cmdline"]):
         words = p.info["cmdline"] or []
         try:
-            if words[1:4] == ["-m", "clustertrain", verb] and p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path):
+            if words[1:5] == ["-P", "-m", "clustertrain", verb] and p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(
+                run.path
+            ):
                 found.append(p)
         except psutil.Error:
             continue

@@ -34,6 +34,7 @@ _LEFT_OUT = (
     "script.cwd",
     "version",
     "env.",
+    "secret_env",
 )
 _REPLACED = ("recipe.train.micro_batch", "recipe.train.global_batch", "recipe.train.precision")  # by the plan's
 _OF_JOB = ("job.gpu_type", "job.cluster", "job.partition", "job.constraint", "job.cpus_per_gpu", "job.mem")
@@ -62,7 +63,7 @@ def settings_of(run: RunDir) -> dict[str, Any]:
         replaced = name in _REPLACED and bool(plan)
         if name in _OF_JOB or not (name.startswith(_LEFT_OUT) or replaced):
             found[name] = value
-    found["env"] = sorted(spec.get("env") or {})
+    found["env"] = sorted({*asked.env, *asked.secret_env})
     return found
 
 

@@ -89,7 +89,7 @@ def test_a_dry_run_shows_the_arrays_script_and_the_first_runs(
     shown = capsys.readouterr()
     array, _, first = shown.out.partition("\n# Run 0:\n\n")
     assert array.startswith("#!/bin/bash\n#SBATCH --array=0-1\n") and array.endswith("exec bash job.sh\n")
-    assert first.startswith("#!/bin/bash\n#SBATCH --job-name=default-") and " -m clustertrain batch " in first
+    assert first.startswith("#!/bin/bash\n#SBATCH --job-name=default-") and " -P -m clustertrain batch " in first
     assert shown.err.startswith("run 0: train.seed=4\nrun 1: train.seed=5\nmodel: decoder, ")
     assert type_("submit", "--dry-run", "--json", "--sweep", "train.seed=4,5") == 0
     document = json.loads(capsys.readouterr().out)

@@ -47,11 +47,17 @@ HOSTILE = (
 def given(
     env: dict[str, str] | None = None, profile: ClusterProfile | None = None, device: str = "cuda", **more: Any
 ) -> ScriptInput:
-    """Input with fixed paths. ``more``: script, run, home, python, code; the rest are fields of the job."""
-    outer = {k: more.pop(k) for k in ("script", "run", "home", "python", "code") if k in more}
+    """Input with fixed paths. ``more``: script, run, home, python, code, secret_env; the rest are fields of the job."""
+    outer = {k: more.pop(k) for k in ("script", "run", "home", "python", "code", "secret_env") if k in more}
     job = JobSpec(**{"backend": "slurm", **more})
     # 48 divides over every number of ranks here.
-    spec = RunSpec(job=job, env=env or {}, recipe=Recipe(train=TrainSpec(global_batch=48)), script=outer.get("script"))
+    spec = RunSpec(
+        job=job,
+        env=env or {},
+        secret_env=outer.get("secret_env", ()),
+        recipe=Recipe(train=TrainSpec(global_batch=48)),
+        script=outer.get("script"),
+    )
     profile = profile or ClusterProfile()
     home = Path(outer.get("home", "/shared/ct"))
     return ScriptInput(
@@ -87,6 +93,7 @@ CASES = {
         code=(Path("/shared/ct/runs/demo-abcdef/code"), Path("/shared/ct/runs/demo-abcdef/code/src")),
     ),
     "local": given(nodes=2, gpus=2, device="cpu", backend="local"),
+    "slurm-secrets": given(gpus=1, device="cpu", env={"A": "b", "TOKEN": "s3cret"}, secret_env=("TOKEN",)),
 }
 
 
@@ -149,12 +156,27 @@ def test_values_arrive_as_they_were_typed(value: str, tmp_path: Path) -> None:
     assert arrived[:3] == [value, "/sh ared/$(touch pwned)", "/sh ared/$(touch pwned)/runs/demo-abcdef"]
 
 
+@pytest.mark.parametrize("value", [*HOSTILE, "two\nlines", "tab\there", ""])
+def test_secrets_arrive_as_they_were_typed_and_are_not_in_the_script(value: str, tmp_path: Path) -> None:
+    asked = given(env={"V": value, "NCCL_DEBUG": value}, secret_env=("V", "NCCL_DEBUG"), run=tmp_path / "ru n$(x)")
+    asked.run.path.mkdir()
+    asked.run.secrets.write_text(render.secrets(asked.spec))
+    text = job_script(asked)
+    assert run_in_bash(text, tmp_path, "V", "NCCL_DEBUG")[:2] == [value, value]
+    assert render.without_secrets(asked.spec).env == {}
+
+
+def test_a_script_without_its_secrets_does_not_start(tmp_path: Path) -> None:
+    text = job_script(given(env={"V": "x"}, secret_env=("V",), run=tmp_path))
+    assert subprocess.run(["bash", "-c", text], check=False, capture_output=True).returncode == 78
+
+
 def test_the_batch_command_and_the_step(tmp_path: Path) -> None:
     arrived = run_in_bash(job_script(given(nodes=2, gpus=4, cpus_per_gpu=3)), tmp_path)
     spy = str(tmp_path / "spy")
-    assert arrived[:4] == ["-m", "clustertrain", "batch", "--"]
-    step = arrived[4:]
-    assert step[0] == "srun" and step[-3:] == ["-m", "clustertrain", "agent"] and step[-4] == spy
+    assert arrived[:5] == ["-P", "-m", "clustertrain", "batch", "--"]
+    step = arrived[5:]
+    assert step[0] == "srun" and step[-4:] == ["-P", "-m", "clustertrain", "agent"] and step[-5] == spy
     # srun 22.05 and later does not inherit the cores; and no node's end may kill the others.
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=12", "--export=ALL",
                    "--kill-on-bad-exit=0", "--wait=0"):  # fmt: skip
@@ -165,8 +187,8 @@ def test_the_local_step(tmp_path: Path) -> None:
     text = job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
     assert "#SBATCH" not in text
     arrived = run_in_bash(text, tmp_path)
-    assert arrived[4:] == [str(tmp_path / "spy"), "-m", "clustertrain.launch.local_step", "--nodes", "3", "--gpus", "2",
-                           "--", str(tmp_path / "spy"), "-m", "clustertrain", "agent"]  # fmt: skip
+    assert arrived[5:] == [str(tmp_path / "spy"), "-P", "-m", "clustertrain.launch.local_step", "--nodes", "3",
+                           "--gpus", "2", "--", str(tmp_path / "spy"), "-P", "-m", "clustertrain", "agent"]  # fmt: skip
 
 
 def test_the_plans_settings_yield_to_the_users(tmp_path: Path) -> None:

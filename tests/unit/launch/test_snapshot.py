@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -36,10 +38,12 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def take(script: Path, tmp_path: Path, limit_mib: int = 100, without: Path | None = None) -> tuple[Snapshot, list[str]]:
+def take(
+    script: Path, tmp_path: Path, limit_mib: int = 100, without: Path | None = None, include: tuple[str, ...] = ()
+) -> tuple[Snapshot, list[str]]:
     target = tmp_path / "run" / "code"
     target.parent.mkdir(exist_ok=True)
-    made = snapshot.take(script, target, limit_mib=limit_mib, without=without)
+    made = snapshot.take(script, target, limit_mib=limit_mib, without=without, include=include)
     assert [p.name for p in target.parent.iterdir()] == ["code"]  # no scratch folder is left
     names = [str(Path(folder, n).relative_to(target)) for folder, sub, files in os.walk(target) for n in files]
     links = [
@@ -98,14 +102,99 @@ def test_links_inside_the_tree_stay_links(repository: Path, tmp_path: Path) -> N
     assert (code / "scripts" / "relative.py").read_text() == "x"
 
 
-def test_links_to_files_elsewhere_become_copies(repository: Path, tmp_path: Path) -> None:
-    outside = write(tmp_path / "elsewhere" / "settings.toml", "a = 1")
-    (repository / "settings.toml").symlink_to(outside)
+def test_links_to_ignored_files_become_copies(repository: Path, tmp_path: Path) -> None:
     (repository / "ignored.py").symlink_to(write(repository / "model.bin", "ignored").name)
     take(repository / "scripts" / "train.py", tmp_path)
-    copy = tmp_path / "run" / "code" / "settings.toml"
-    assert not copy.is_symlink() and copy.read_text() == "a = 1"
-    assert not (tmp_path / "run" / "code" / "ignored.py").is_symlink()
+    copy = tmp_path / "run" / "code" / "ignored.py"
+    assert not copy.is_symlink() and copy.read_text() == "ignored"
+
+
+def test_links_to_files_elsewhere_stay_links_and_are_reported(repository: Path, tmp_path: Path) -> None:
+    outside = write(tmp_path / "elsewhere" / "settings.toml", "a = 1")
+    (repository / "settings.toml").symlink_to("../elsewhere/settings.toml")
+    (repository / "config").symlink_to(".git/config")
+    made, _ = take(repository / "scripts" / "train.py", tmp_path)
+    link = tmp_path / "run" / "code" / "settings.toml"
+    assert str(link.readlink()) == str(outside) and link.read_text() == "a = 1"
+    assert made.outside == (
+        f"config -> {repository / '.git' / 'config'}",
+        f"settings.toml -> {outside}",
+    )
+
+
+def test_a_tracked_folder_that_a_link_has_replaced(repository: Path, tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "lib.py", "of somebody else")
+    shutil.rmtree(repository / "src")
+    (repository / "src").symlink_to("../elsewhere")
+    made, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert "src" in names and str((tmp_path / "run" / "code" / "src").readlink()) == str(tmp_path / "elsewhere")
+    assert made.outside == (f"src -> {tmp_path / 'elsewhere'}",)
+
+
+SECRET_NAMES = (".env", ".env.local", "conf/.env", "deploy.pem", "id_rsa", ".netrc", ".aws/credentials",
+                ".docker/config.json", "credentials-prod.json", ".ssh/config")  # fmt: skip
+
+
+def test_files_that_look_like_secrets_are_left_out_and_reported(repository: Path, tmp_path: Path) -> None:
+    for name in SECRET_NAMES:
+        write(repository / name, "s3cret")
+    (repository / "settings").symlink_to(".env")
+    write(repository / ".env.example")
+    write(repository / "id_rsa_tools.py")
+    git(repository, "add", "-A")  # tracked or not
+    made, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert set(made.secrets) == {*SECRET_NAMES, "settings"} and not set(made.secrets) & set(names)
+    assert {".env.example", "id_rsa_tools.py"} <= set(names)
+    assert made.files == len(names)
+
+
+def test_a_link_to_an_ignored_secret_is_not_followed(repository: Path, tmp_path: Path) -> None:
+    write(repository / "data" / ".env", "s3cret")
+    (repository / "settings").symlink_to("data/.env")
+    made, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert made.secrets == ("settings",) and "settings" not in names
+
+
+def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -> None:
+    write(repository / ".env")
+    write(repository / "certificates" / "ca.pem")
+    write(repository / "key.pem")
+    made, names = take(repository / "scripts" / "train.py", tmp_path, include=(".env", "certificates/*"))
+    assert {".env", "certificates/ca.pem"} <= set(names) and made.secrets == ("key.pem",)
+
+
+def test_without_git_secrets_are_left_out_too(tmp_path: Path) -> None:
+    script = write(tmp_path / "plain" / "train.py")
+    write(tmp_path / "plain" / ".env")
+    made, names = take(script, tmp_path)
+    assert made.secrets == (".env",) and names == ["train.py"]
+
+
+@pytest.mark.parametrize("group", [0o000, 0o050])
+def test_no_mode_gives_rights_that_the_file_did_not_give(group: int, repository: Path, tmp_path: Path) -> None:
+    modes = {"src/lib.py": 0o6755, "private.py": 0o600, "tool": 0o700, "open.py": 0o666}
+    for name, mode in modes.items():
+        write(repository / name).chmod(mode)
+    take(repository / "scripts" / "train.py", tmp_path)
+    code = tmp_path / "run" / "code"
+    snapshot.open_to(code, group)
+    shared = {"src/lib.py": 0o750, "private.py": 0o600, "tool": 0o700, "open.py": 0o640}
+    alone = {"src/lib.py": 0o700, "private.py": 0o600, "tool": 0o700, "open.py": 0o600}
+    assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else alone)
+
+
+def test_a_worktree_that_the_repository_has_elsewhere_is_not_copied(repository: Path, tmp_path: Path) -> None:
+    write(tmp_path / "private.txt")
+    git(repository, "config", "core.worktree", str(tmp_path))
+    made, names = take(repository / "scripts" / "train.py", tmp_path)
+    assert made.root == repository / "scripts" and names == ["train.py"]
+
+
+def test_a_broken_configuration_is_reported(repository: Path, tmp_path: Path) -> None:
+    with (repository / ".git" / "config").open("a") as f:
+        f.write("[broken")
+    with pytest.raises(ConfigError, match="bad config line"):
+        take(repository / "scripts" / "train.py", tmp_path)
 
 
 def test_links_to_folders_elsewhere_stay_where_they_are_and_are_told(repository: Path, tmp_path: Path) -> None:
@@ -129,6 +218,7 @@ def test_a_script_that_is_a_link_keeps_its_place(repository: Path, tmp_path: Pat
     (repository / "linked.py").symlink_to(real)
     made, _ = take(repository / "linked.py", tmp_path)
     assert made.script == "linked.py" and (tmp_path / "run" / "code" / "linked.py").read_text() == "real"
+    assert made.followed == str(real) and not (tmp_path / "run" / "code" / "linked.py").is_symlink()
 
 
 def test_submodules_and_nested_repositories_are_entered(repository: Path, tmp_path: Path) -> None:
@@ -192,7 +282,7 @@ def test_a_file_that_cannot_be_copied_leaves_nothing(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "lib.py")
 
-    monkeypatch.setattr("shutil.copy2", refuse)
+    monkeypatch.setattr("shutil.copyfile", refuse)
     with pytest.raises(ConfigError, match=r"Permission denied.*lib\.py"):
         take(repository / "scripts" / "train.py", tmp_path)
     assert list((tmp_path / "run").iterdir()) == []

@@ -18,8 +18,10 @@ from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused
 from clustertrain.launch import submit as transaction
 from clustertrain.launch.request import SubmitRequest
 from clustertrain.launch.submit import Submitted, dry_run, submit
+from clustertrain.launch.sweep import submit_sweep
 from clustertrain.run import events
 from clustertrain.run.spec import load_spec
+from clustertrain.telemetry.analysis.settings import settings_of
 from tests.fake_slurm.fixture import FakeSlurm
 
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
@@ -41,7 +43,7 @@ def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     assert run.id.startswith("my-run-") and run.path.parent == tmp_path / "home" / "runs"
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     spec = load_spec(run)
-    assert spec.job.gpus == 4 and spec.job.backend == "slurm" and spec.env == {"TOKEN": "x"}
+    assert spec.job.gpus == 4 and spec.job.backend == "slurm" and spec.env == {} and spec.secret_env == ("TOKEN",)
     assert "script" not in tomllib.loads(run.spec.read_text())
     plan = json.loads(run.plan.read_text())
     assert plan["layout"]["strategy"] == "ddp" and plan["world_size"] == 4 and plan["signal_lead_s"] == 120
@@ -54,6 +56,62 @@ def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     (event,) = events.of_run(run)
     assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")
     assert run.checkpoints.is_dir() and not run.checkpoints.is_symlink() and not run.code.exists()
+
+
+SECRET = "s3cret-canary"
+HOOK = f"https://hooks.example.org/{SECRET}"
+
+
+def with_the_secret(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and SECRET in p.read_text(errors="replace"))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_secrets_are_in_one_file_of_their_owners(share: bool, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'[telemetry.alerts]\nwebhook = "{HOOK}"\n')
+    argv = ("clustertrain", "submit", "--env", f"TOKEN={SECRET}", "a.toml")
+    request = SubmitRequest(
+        target="a.toml", cwd=tmp_path, argv=argv, env={"TOKEN": SECRET, "LANG": "C"}, job={"share": share}
+    )
+    done = submit(request)
+    run = done.run
+    assert with_the_secret(run.path) == [run.secrets] and stat.S_IMODE(run.secrets.stat().st_mode) == 0o600
+    bash = f'. {run.secrets}; printf \'%s \' "$TOKEN" "$LANG" "$CLUSTERTRAIN_WEBHOOK"'
+    said = subprocess.run(["bash", "-c", bash], text=True, capture_output=True, check=True).stdout
+    assert said.split() == [SECRET, "C", HOOK]
+    (call,) = fake_slurm.calls("sbatch")
+    assert SECRET not in " ".join(call.argv) and "TOKEN" in call.script
+    spec = load_spec(run)
+    assert spec.secret_env == ("LANG", "TOKEN") and spec.recipe.telemetry.alerts.webhook_env == "CLUSTERTRAIN_WEBHOOK"
+    assert SECRET not in " ".join(done.notes) and settings_of(run)["env"] == ["LANG", "TOKEN"]
+    shown = dry_run(request)
+    assert "TOKEN" in shown.script and SECRET not in shown.script
+
+
+def test_each_run_of_a_sweep_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    asked = SubmitRequest(cwd=tmp_path, env={"TOKEN": SECRET}, job={"share": True})
+    done = submit_sweep(asked, ["train.seed=1,2"], None)
+    assert with_the_secret(tmp_path / "home") == sorted(submitted.run.secrets for submitted, _ in done.runs)
+
+
+def test_without_secrets_there_is_no_file(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run = ask(tmp_path).run
+    assert not run.secrets.exists() and "secrets" not in run.script.read_text()
+
+
+def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("")
+    (project / "data").symlink_to("/usr/share")
+    for name in (".env", "key.pem", "id_rsa"):
+        (project / name).write_text(SECRET)
+    done = ask(tmp_path, "project/train.py", snapshot_include=("key*",))
+    assert [note for note in done.notes if "cop" in note or "snapshot" in note] == [
+        "not in the snapshot, used where it is: data -> /usr/share",
+        "not copied: .env, id_rsa (look like secrets); copy with --snapshot-include .env",
+    ]
+    assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
 
 
 def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -145,7 +203,7 @@ def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, mon
     done = ask(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
     saved = load_spec(done.run)
     assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
-    assert saved.env == {"V": HOSTILE} and saved.job.name == HOSTILE
+    assert saved.secret_env == ("V",) and saved.job.name == HOSTILE
     assert done.run.id.startswith("a-b-touch-pwned-x-j-")
     subprocess.run(["bash", "-n", done.run.script], check=True)
     assert not (tmp_path / "pwned").exists()

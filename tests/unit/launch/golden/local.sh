@@ -12,6 +12,6 @@ export CLUSTERTRAIN_RUN_DIR=/shared/ct/runs/demo-abcdef
 # Chosen by the plan; what is set already stays.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 
-exec "$agent_python" -m clustertrain batch -- \
-  "$agent_python" -m clustertrain.launch.local_step --nodes 2 --gpus 2 -- \
-  "$agent_python" -m clustertrain agent
+exec "$agent_python" -P -m clustertrain batch -- \
+  "$agent_python" -P -m clustertrain.launch.local_step --nodes 2 --gpus 2 -- \
+  "$agent_python" -P -m clustertrain agent

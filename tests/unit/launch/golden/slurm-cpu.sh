@@ -23,6 +23,6 @@ export PYTHONPATH=/my/lib
 # Chosen by the plan; what is set already stays.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 
-exec "$agent_python" -m clustertrain batch -- \
+exec "$agent_python" -P -m clustertrain batch -- \
   srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --cpus-per-task=4 \
-  "$agent_python" -m clustertrain agent
+  "$agent_python" -P -m clustertrain agent

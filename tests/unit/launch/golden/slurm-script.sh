@@ -25,6 +25,6 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
 # The snapshot of the user's code comes before everything else.
 export PYTHONPATH=/shared/ct/runs/demo-abcdef/code:/shared/ct/runs/demo-abcdef/code/src"${PYTHONPATH:+:$PYTHONPATH}"
 
-exec "$agent_python" -m clustertrain batch -- \
+exec "$agent_python" -P -m clustertrain batch -- \
   srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --gpus-per-node=2 \
-  "$agent_python" -m clustertrain agent
+  "$agent_python" -P -m clustertrain agent

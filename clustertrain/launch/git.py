@@ -1,0 +1,56 @@
+"""The one door to git, which only reads. Somebody else may have prepared a repository, and its configuration can name
+programs for git to run: none of them is run, and nothing is fetched. Why so: docs/decisions/0037."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertrain import proc
+from clustertrain.errors import CommandFailed
+
+_OVERRIDES = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.sshCommand=false", "core.pager=cat")
+_ENVIRONMENT = {
+    "GIT_ALLOW_PROTOCOL": "",  # of a partial clone, git would fetch what it lacks
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",  # its messages are read
+}
+
+
+def run(folder: Path, *argv: str, settings: Sequence[str] = (), check: bool = True) -> proc.Completed:
+    """``git ARGV`` in ``folder``, with ``settings`` (``KEY=VALUE``) besides those that keep it harmless.
+
+    Raises:
+        CommandFailed: as :func:`clustertrain.proc.run`.
+    """
+    given = [word for setting in (*_OVERRIDES, *settings) for word in ("-c", setting)]
+    return proc.run(["git", "-C", folder, *given, *argv], env={**os.environ, **_ENVIRONMENT}, check=check)
+
+
+def without_filters(repository: Path) -> list[str]:
+    """Settings for a command that compares files with the index, which runs the clean filter of each. Filters that the
+    repository itself defines are off; what the user or the system has defined, as Git LFS, stays.
+
+    Raises:
+        CommandFailed: git cannot say where a filter is defined, or one cannot be switched off.
+    """
+    done = run(repository, "config", "-z", "--show-scope", "--get-regexp", r"^filter\.", check=False)
+    if done.returncode == 1:  # there are none
+        return []
+    if done.returncode:
+        raise CommandFailed(f"git cannot list the filters of {repository}: {done.stderr.strip()}")
+    words = done.stdout.split("\0")[:-1]
+    trusted: dict[str, str] = {}
+    foreign: list[str] = []
+    for scope, entry in zip(words[::2], words[1::2], strict=True):
+        key, _, value = entry.partition("\n")
+        if scope in ("local", "worktree"):
+            foreign.append(key)
+        else:
+            trusted[key] = value
+    if any("=" in key or "\ufffd" in key for key in foreign):  # -c would set another key
+        raise CommandFailed(f"a filter of {repository} has a name that cannot be switched off")
+    return [f"{key}={trusted.get(key, 'false' if key.endswith('.required') else '')}" for key in foreign]

@@ -1,0 +1,28 @@
+"""Files that hold passwords, keys and tokens by custom. They stay out of snapshots; docs/runs.md has the list."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+
+_FILES = (
+    ".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc",
+    "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".htpasswd", "credentials*.json",
+    "service-account*.json", "kaggle.json",
+)  # fmt: skip
+# By the ends of their paths, as their names alone say little.
+_PATHS = (".docker/config.json", ".huggingface/token", "huggingface/token", ".config/gh/hosts.yml")
+_FOLDERS = frozenset({".aws", ".ssh", ".kube", ".gnupg", ".azure", "gcloud"})
+_HARMLESS = ("*.py", "*.pub", ".env.example", ".env.sample", ".env.template", ".env.dist")
+
+
+def looks_secret(name: str) -> bool:
+    """``name`` is a path."""
+    path = PurePath(name)
+    if any(fnmatchcase(path.name, pattern) for pattern in _HARMLESS):
+        return False
+    return (
+        any(fnmatchcase(path.name, pattern) for pattern in _FILES)
+        or any(f"/{name}".endswith(f"/{end}") for end in _PATHS)
+        or not _FOLDERS.isdisjoint(path.parts[:-1])
+    )

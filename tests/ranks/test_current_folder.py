@@ -1,0 +1,47 @@
+"""Commands that are called in a folder that somebody else has filled: no module that lies there is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clustertrain
+
+pytestmark = pytest.mark.ranks
+NAMES = ("clustertrain", "torch", "numpy", "json", "psutil", "msgspec", "sitecustomize", "usercustomize")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("diagnose", "resume", "recipe.toml"),
+        ("plan", "--find-micro-batch", "--backend", "local", "--device", "cpu", "--gpus", "1", "recipe.toml"),
+    ],
+    ids=["diagnose", "plan"],
+)
+def test_no_module_of_the_current_folder_is_run(words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'a').write({name!r})\n")
+    (folder / "recipe.toml").write_text("[train]\nglobal_batch = 2\n")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_", "PYTHON"))}
+    environ |= {"CLUSTERTRAIN_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    script = Path(sys.executable).with_name("clustertrain")
+    done = subprocess.run(
+        [str(script), *words], cwd=folder, env=environ, text=True, capture_output=True, check=False, timeout=300
+    )
+    assert not (tmp_path / "struck").exists(), (tmp_path / "struck").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_python_that_is_started_leaves_the_current_folder_out() -> None:
+    """The one place that writes ``-m`` is :func:`clustertrain.proc.python_module`."""
+    package = Path(clustertrain.__file__).parent
+    found = [str(p) for p in package.rglob("*.py") if re.search(r'"-m"', p.read_text()) and p.name != "proc.py"]
+    assert found == []

@@ -1,0 +1,28 @@
+#!/bin/bash
+#SBATCH --job-name=demo-abcdef
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=job.log
+
+# shellcheck disable=SC1003,SC2016  # values are quoted so that nothing in them is expanded
+
+# Written by `clustertrain submit`. What was decided, and why, is in plan.json beside this file.
+
+set -u
+agent_python=/opt/venv/bin/python
+export CLUSTERTRAIN_HOME=/shared/ct
+export CLUSTERTRAIN_RUN_DIR=/shared/ct/runs/demo-abcdef
+
+# Asked for by the user or the cluster profile.
+export A=b
+
+# From --env and the recipe's webhook, in a file that its owner alone may read: TOKEN
+# shellcheck source=/dev/null
+. "$CLUSTERTRAIN_RUN_DIR"/secrets.sh || exit 78
+
+exec "$agent_python" -P -m clustertrain batch -- \
+  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --cpus-per-task=1 \
+  "$agent_python" -P -m clustertrain agent

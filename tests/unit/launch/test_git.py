@@ -1,0 +1,128 @@
+"""Repositories whose configuration names programs: none of them runs when code is copied and recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clustertrain.errors import CommandFailed
+from clustertrain.launch import git, record, snapshot
+
+
+def call(folder: Path, *argv: str) -> None:
+    options = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    subprocess.run(["git", *options, "-C", folder, *argv], check=True, capture_output=True)
+
+
+def made(root: Path) -> Path:
+    (root / "src").mkdir(parents=True)
+    (root / "train.py").write_text("print('train')\n")
+    (root / "src" / "lib.py").write_text("x = 1\n")
+    (root / ".gitattributes").write_text("* filter=evil diff=evil\n")
+    call(root.parent, "init", "-q", root.name)
+    call(root, "add", "-A")
+    call(root, "commit", "-q", "-m", "first")
+    return root
+
+
+def arm(root: Path, canary: Path) -> None:
+    """Each program that the configuration can name strikes the canary."""
+    strike = f"touch {canary}"
+    hooks = root / ".git" / "armed"
+    hooks.mkdir()
+    for name in ("post-index-change", "post-checkout", "reference-transaction", "fsmonitor-watchman"):
+        (hooks / name).write_text(f"#!/bin/sh\n{strike}\n")
+        (hooks / name).chmod(0o755)
+    with (root / ".git" / "config").open("a") as f:
+        f.write(
+            f"[core]\n\tfsmonitor = {strike}\n\thooksPath = {hooks}\n\tsshCommand = {strike}\n\tpager = {strike}\n"
+            f'[diff]\n\texternal = {strike}\n\tsubmodule = log\n[diff "evil"]\n\ttextconv = {strike}\n'
+            f"\tcommand = {strike}\n"
+            f'[filter "evil"]\n\tclean = {strike}; cat\n\tsmudge = {strike}\n\tprocess = {strike}\n\trequired\n'
+            f"[alias]\n\tls-files = !{strike}\n\tstatus = !{strike}\n[credential]\n\thelper = !{strike}\n"
+        )
+
+
+def test_no_program_of_the_repository_is_run(tmp_path: Path) -> None:
+    canary = tmp_path / "struck"
+    root = made(tmp_path / "project")
+    nested = made(root / "nested")
+    call(root, "add", "-A")  # as a submodule's commit
+    for repository in (root, nested):
+        arm(repository, canary)
+        (repository / "train.py").write_text("print('edited')\n")
+        os.utime(repository / "src" / "lib.py", (1, 1))  # git has to look into it again
+    (tmp_path / "run").mkdir()
+    taken = snapshot.take(root / "train.py", tmp_path / "run" / "code")
+    assert taken.root == root and (tmp_path / "run" / "code" / "nested" / "src" / "lib.py").is_file()
+    assert not snapshot.ignored(root / "train.py")
+    found = record.git_state(root)
+    assert found is not None and found["dirty"] and "+print('edited')" in found["diff"]
+    assert not canary.exists()
+
+
+def test_nothing_is_fetched_for_a_partial_clone(tmp_path: Path) -> None:
+    root = made(tmp_path / "project")
+    blob = subprocess.run(["git", "-C", root, "rev-parse", "HEAD:train.py"], text=True, capture_output=True, check=True)
+    name = blob.stdout.strip()
+    (root / ".git" / "objects" / name[:2] / name[2:]).unlink()
+    with (root / ".git" / "config").open("a") as f:
+        f.write(
+            f"[core]\n\tsshCommand = touch {tmp_path / 'struck'}\n\trepositoryformatversion = 1\n[extensions]\n"
+            '\tpartialClone = origin\n[remote "origin"]\n\turl = ssh://host/x\n\tpromisor = true\n'
+        )
+    (root / "train.py").write_text("print('edited')\n")
+    record.git_state(root)
+    assert not (tmp_path / "struck").exists()
+
+
+def test_filters_of_the_user_stay_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user").write_text('[filter "evil"]\n\tclean = tr a-z A-Z\n')
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "user"))
+    root = made(tmp_path / "project")
+    with (root / ".git" / "config").open("a") as f:
+        f.write(f'[filter "evil"]\n\tclean = touch {tmp_path / "struck"}\n')
+    (root / "train.py").write_text("print('edited')\n")
+    found = record.git_state(root)
+    assert found is not None and "+PRINT('EDITED')" in found["diff"] and not (tmp_path / "struck").exists()
+
+
+@pytest.mark.parametrize("name", ["a=b", "a.b=c.d"])
+def test_a_filter_that_cannot_be_switched_off_is_not_run(name: str, tmp_path: Path) -> None:
+    root = made(tmp_path / "project")
+    (root / ".gitattributes").write_text(f"* filter={name}\n")
+    with (root / ".git" / "config").open("a") as f:
+        f.write(f'[filter "{name}"]\n\tclean = touch {tmp_path / "struck"}\n')
+    (root / "train.py").write_text("print('edited')\n")
+    assert record.git_state(root) is None and not (tmp_path / "struck").exists()
+    with pytest.raises(CommandFailed, match="switched off"):
+        git.without_filters(root)
+
+
+def test_changes_to_secrets_are_not_recorded(tmp_path: Path) -> None:
+    root = made(tmp_path / "project")
+    (root / "conf").mkdir()
+    for name in (".env", "conf/.env", "new.py"):
+        (root / name).write_text("TOKEN=s3cret\n" if "env" in name else "x = 2\n")
+    call(root, "add", "-A")
+    found = record.git_state(root)
+    assert found is not None and "x = 2" in found["diff"] and "s3cret" not in json.dumps(found)
+    assert "s3cret" not in json.dumps(record.git_state(root / "conf"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        (["submit", "--env", "TOKEN=s3cret=x", "train.py"], ["submit", "--env", "TOKEN=***", "train.py"]),
+        (["submit", "--env=TOKEN=s3cret"], ["submit", "--env=TOKEN=***"]),
+        (["--set", "telemetry.alerts.webhook=https://s3cret"], ["--set", "telemetry.alerts.webhook=***"]),
+        (["--set=telemetry.alerts={webhook='s3cret'}"], ["--set=telemetry.alerts=***"]),
+        (["--set", "optim.lr=1", "--nodes=2", "--env"], ["--set", "optim.lr=1", "--nodes=2", "--env"]),
+    ],
+)
+def test_the_record_of_the_command_line_has_no_secrets(typed: list[str], kept: list[str]) -> None:
+    assert record.without_values(typed) == kept

@@ -1,0 +1,45 @@
+"""What submit takes for a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clustertrain.errors import UsageError
+from clustertrain.launch.request import SubmitRequest, read_target
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "looks", "fix"),
+    [
+        ("conf.yaml", b"lr: 0.1\n", "a YAML file", ".toml"),
+        ("conf.json", b"{}\n", "a JSON file", ".toml"),
+        ("conf.ini", b"[a]\n", "a configuration file", ".toml"),
+        ("run.sh", b"echo\n", "a shell script", "subprocess"),
+        ("run", b"#!/usr/bin/env bash\necho\n", "a shell script", "subprocess"),
+        ("job.sbatch", b"#SBATCH -N 1\n", "a shell script", "subprocess"),
+        ("run.pl", b"#!/usr/bin/perl -w\n", "'/usr/bin/perl -w'", "subprocess"),
+        ("train", b"\x7fELF\2\1\1\0\0", "a binary file", "subprocess"),
+        ("train.py", b"print()\0\0", "a binary file", "subprocess"),
+        ("notebook.ipynb", b"{}", "a notebook", "nbconvert"),
+        ("README", b"read me\n", "a file of another kind", "#!/usr/bin/env python3"),
+        ("empty", b"", "a file of another kind", ".py"),
+        ("notes.txt", b"\xff\xfe", "a file of another kind", ".py"),
+    ],
+)
+def test_what_is_no_python_script_is_rejected(name: str, content: bytes, looks: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError) as e:
+        read_target(SubmitRequest(target=name, cwd=tmp_path))
+    assert e.value.message.startswith(f"{name}: {looks}") and fix in (e.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("train.py", b""), ("train", b"#!/usr/bin/env python3\n"), ("train.task", b"#!/opt/venv/bin/python3.12 -u\n")],
+)
+def test_python_scripts(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    _, script, _ = read_target(SubmitRequest(target=name, cwd=tmp_path))
+    assert script is not None and script.path == str(tmp_path / name)
