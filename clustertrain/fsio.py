@@ -7,6 +7,7 @@ A umask that would close them to it is loosened for the processes of a run that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -166,6 +167,19 @@ def claim_folder(path: Path, *, mode: int | None = None) -> bool:
     made = path.stat().st_mode
     if made & 0o777 != wanted:
         path.chmod(made & 0o7000 | wanted)  # a site may hand its group down with the setgid bit
+    return True
+
+
+def name_folder(made: Path, name: Path) -> bool:
+    """Give a folder with something in it, made beside ``name``, that name; False when somebody else's has it. The
+    rename is atomic on NFS and Lustre, and whoever sees the folder sees all that is in it."""
+    try:
+        made.rename(name)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    fsync_folder(name.parent)
     return True
 
 

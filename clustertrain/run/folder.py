@@ -183,12 +183,16 @@ class RunDir:
         except (ValueError, TypeError, AttributeError):
             return set()
 
+    @property
+    def attempts_folder(self) -> Path:
+        return self.path / "attempts"
+
     def attempt(self, n: int) -> AttemptDir:
-        return AttemptDir(self.path / "attempts" / str(n), n)
+        return AttemptDir(self.attempts_folder / str(n), n)
 
     def attempts(self) -> list[AttemptDir]:
         """All attempts, oldest first."""
-        folder = self.path / "attempts"
+        folder = self.attempts_folder
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [self.attempt(n) for n in numbers]
 
