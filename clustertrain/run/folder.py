@@ -196,6 +196,12 @@ class RunDir:
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [self.attempt(n) for n in numbers]
 
+    def newer_attempt(self, n: int) -> int | None:
+        """The newest attempt, where it was claimed after attempt ``n``: from then on that one must leave the run alone.
+        By listing, since an NFS client that opens a folder asks the server."""
+        newest = max((a.n for a in self.attempts()), default=n)
+        return newest if newest > n else None
+
 
 def _read(path: Path) -> str:
     """Empty where it is not there (any more)."""
