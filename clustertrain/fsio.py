@@ -59,6 +59,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
 
+def create_json(path: Path, value: Any) -> bool:
+    """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
+    once, on NFS too, one succeeds."""
+    made = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    write_json(made, value)
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        # A client of NFS that got no answer asks again, and is then told that the file is there: the one that it made.
+        return made.stat().st_nlink == 2
+    finally:
+        made.unlink()
+    fsync_folder(path.parent)
+    return True
+
+
 def read_json(path: Path) -> Any | None:
     """The JSON in ``path``, or None when the file is missing or (a reader beat a rename on NFS) empty."""
     try:

@@ -200,7 +200,7 @@ def test_an_attempt_that_the_folder_does_not_list_yet_is_looked_at_all_the_same(
     claim(run, me("7"), FakeScheduler())
     claim(run, me("8"), FakeScheduler())
     monkeypatch.setattr(RunDir, "attempts", lambda self: [self.attempt(1)])
-    with pytest.raises(NotOwner, match="attempt 2 .* is held by job 8"):
+    with pytest.raises(NotOwner, match=r"attempt 2 .* is held by job 8"):
         claim(run, me("9"), FakeScheduler(jobs=RUNNING))
 
 
