@@ -175,6 +175,9 @@ SILENCE = [
 ]
 
 
+CASES = [*((words, SchedulerRefused) for words in REFUSALS), *((words, CommandFailed) for words in SILENCE)]
+
+
 @pytest.mark.parametrize("command", ["scontrol", "sbatch"])
 @pytest.mark.parametrize(("said", "error"), CASES)
 def test_only_slurms_words_for_no_are_a_refusal(
