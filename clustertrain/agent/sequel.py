@@ -65,8 +65,9 @@ class Sequel:
         print(f"clustertrain: the run stops: {why}", flush=True)
         return code
 
-    def _again(self) -> bool:
+    def _again(self, e: CommandFailed) -> bool:
         """Wait for a scheduler that gave no answer; False when it is not to be asked again."""
+        print(f"clustertrain: no answer, to be asked again: {e}", file=sys.stderr, flush=True)
         cancelled = clock.wait_until(self.run.cancelled.exists, RETRY_S, POLL_S)
         return not cancelled and clock.monotonic() < self.until
 
@@ -75,8 +76,8 @@ class Sequel:
         while True:
             try:
                 return self.backend.views([self.job_id]).get(self.job_id)
-            except CommandFailed:
-                if not self._again():
+            except CommandFailed as e:
+                if not self._again(e):
                     return None
 
     def _requeue(self) -> int:
@@ -104,7 +105,7 @@ class Sequel:
                 return None
             except CommandFailed as e:
                 unanswered = True
-                if not self._again():
+                if not self._again(e):
                     return str(e)
             except ClusterTrainError as e:
                 view = self.view() if unanswered else None
@@ -123,9 +124,9 @@ class Sequel:
             try:
                 job_id = self.backend.restart(self.job_id, submission)
             except ClusterTrainError as e:
-                print(f"clustertrain: no fresh start with {options}: {e}", file=sys.stderr, flush=True)
-                if isinstance(e, CommandFailed) and self._again():
+                if isinstance(e, CommandFailed) and self._again(e):
                     continue
+                print(f"clustertrain: no fresh start with {options}: {e}", file=sys.stderr, flush=True)
                 return str(e)
             exclude, given = list(decision.exclude), dict(decision.options)
             self.log.write("requeued", how="resubmit", job_id=job_id, exclude=exclude, options=given)

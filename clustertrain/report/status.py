@@ -34,6 +34,7 @@ STYLE = {
     "requeued": "yellow",
     "preempted": "yellow",
     "time_limit": "yellow",
+    "signal": "yellow",
     "cancelled": "magenta",
 }
 PART_WORDS = {
