@@ -13,16 +13,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.begin import begin, leave
+from clustertrain.agent.claim import Claim
 from clustertrain.agent.commenting import Commenter, line_of
 from clustertrain.agent.sequel import NO_ANSWER_S, Sequel
 from clustertrain.agent.signals import Signals
-from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
+from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import RUNNING, Backend, JobView
 from clustertrain.launch.comment import JobComment
 from clustertrain.launch.local import LocalBackend
@@ -30,9 +30,8 @@ from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classif
 from clustertrain.launch.slurm import BATCH_ANSWER_S, SlurmBackend
 from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.lead import lead_s
-from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 
 POLL_S = 0.2
@@ -45,9 +44,6 @@ AGENTS_S = 600.0  # for every agent to say that it has started; Python over a bu
 COMMENT_S = 10.0  # for the last line in the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
 CANCEL_S = 60.0  # for a last checkpoint, where Slurm's own kill does not come
-DISK_S = 300.0  # at the start, for a run directory that cannot be written to work again
-DISK_RETRY_S = 5.0
-DISK_REQUEUES = 20  # restarts of the job, after which it is not put back for that
 LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 
 
@@ -342,41 +338,14 @@ def main() -> int:
     signals = Signals()
     backend = LocalBackend() if settings.LOCAL_JOB in os.environ else SlurmBackend(BATCH_ANSWER_S)
     try:
-        run, spec, held = _begin(backend)
+        run, spec, held = begin(backend)
     except ClusterTrainError as e:
         print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
         return e.exit_code
     except OSError as e:
-        return _leave(backend, e)
+        return leave(backend, e)
     batch = Batch(run, spec, backend, held, signals)
     spent = batch.spent_by_others()
     if spent is not None:
         return spent
     return batch.main(sys.argv[sys.argv.index("--") + 1 :])
-
-
-def _begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
-    """Raises OSError when the run directory is still out of order after :data:`DISK_S`."""
-    deadline = clock.monotonic() + DISK_S
-    while True:
-        try:
-            run = open_run(Path(os.environ[settings.RUN_DIR]))
-            fsio.as_open_from_now_on(run.path)
-            return run, load_spec(run), claim(run, identify(os.environ, backend), backend)
-        except OSError as e:
-            print(f"clustertrain batch: waiting for the run directory: {e}", file=sys.stderr, flush=True)
-            if clock.monotonic() >= deadline:
-                raise
-            clock.sleep(DISK_RETRY_S)
-
-
-def _leave(backend: Backend, e: OSError) -> int:
-    """Give the nodes back, and the run another chance."""
-    job_id = backend.own_job_id(os.environ)
-    if job_id is not None and int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0) < DISK_REQUEUES:
-        with contextlib.suppress(ClusterTrainError):
-            backend.requeue(job_id)
-            print(f"clustertrain batch: requeued: {e}", file=sys.stderr, flush=True)
-            return EXIT_STOPPED
-    print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
-    return EXIT_FAILED

@@ -93,8 +93,8 @@ def _ended_from_outside(e: Evidence) -> Verdict | None:
     if known == endings.CANCELLED:
         return Verdict(known, "cancelled with the scheduler's own command")
     if view is not None and view.restarts > e.restart:
-        if known in (endings.NODE_FAILURE, endings.PREEMPTED):
-            return Verdict(known, f"the scheduler requeued the job: {e.accounting}")
+        if known in (endings.NODE_FAILURE, endings.PREEMPTED) and e.accounting != "REQUEUED":
+            return Verdict(known, f"the scheduler requeued the job itself: {e.accounting}")
         return Verdict(endings.PREEMPTED, "requeued with the scheduler's own command (scontrol requeue)")
     at_limit = view is not None and view.reason == "TimeLimit"
     if known == endings.TIME_LIMIT or at_limit or (e.end_time is not None and e.now >= e.end_time - NEAR_LIMIT_S):

@@ -91,7 +91,8 @@ def test_the_ending_has_the_name_of_what_was_done_from_outside(
     for run, ending in ((requeued, "preempted"), (signalled, "signal"), (shortened, "time_limit"), (killed, "unknown")):
         run.complete()
         assert run.endings() == [ending, "completed"], run.explain()
-    assert "batch process was killed" in killed.status()["attempts"][0]["reason"]
+    for run, words in ((requeued, "scontrol requeue"), (signalled, "SIGTERM"), (killed, "batch process was killed")):
+        assert words in run.status()["attempts"][0]["reason"]
 
 
 def test_a_run_directory_that_is_read_only_at_the_start_is_waited_for(

@@ -10,6 +10,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent import batch as module
+from clustertrain.agent import begin as beginning
 from clustertrain.agent.batch import Batch, Step
 from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.run import folder
@@ -23,7 +24,7 @@ def run(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunDir:  # no
     made.spec.write_text("version = 1\n")
     monkeypatch.setenv("CLUSTERTRAIN_RUN_DIR", str(made.path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(module, "DISK_RETRY_S", 0.0)
+    monkeypatch.setattr(beginning, "RETRY_S", 0.0)
     fake_slurm.answers("squeue", stdout="7|RUNNING|0|10|N/A|N/A|n1|None|\n")
     return made
 
@@ -43,7 +44,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 def test_a_read_only_run_directory_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read_only(monkeypatch, 3)
-    _, _, held = module._begin(SlurmBackend())
+    _, _, held = beginning.begin(SlurmBackend())
     assert held.attempt.n == 1
 
 
@@ -51,7 +52,7 @@ def test_one_that_stays_read_only_gives_the_nodes_back_with_a_requeue(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
     read_only(monkeypatch, 99)
-    monkeypatch.setattr(module, "DISK_S", 0.0)
+    monkeypatch.setattr(beginning, "PATIENCE_S", 0.0)
     monkeypatch.setattr(module, "Signals", lambda: None)
     assert module.main() == 75
     assert [c.argv for c in fake_slurm.calls("scontrol")] == [["requeue", "7"]]

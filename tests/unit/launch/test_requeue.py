@@ -98,6 +98,11 @@ def test_a_job_that_slurm_ends_by_itself_gets_no_verdict_without_its_word() -> N
     assert classify(evidence({"n1": result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
 
 
+def test_a_requeue_with_slurms_own_command_is_named() -> None:
+    verdict = classify(evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting="REQUEUED"))
+    assert verdict is not None and "scontrol requeue" in verdict.reason
+
+
 def test_the_lost_node_is_blamed_and_left_out() -> None:
     verdict = classify(evidence({"n1": result("failed", "communication")}))
     assert verdict is not None
