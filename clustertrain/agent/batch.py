@@ -13,25 +13,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.agent.begin import begin, leave
+from clustertrain.agent.claim import Claim
 from clustertrain.agent.commenting import Commenter, line_of
-from clustertrain.agent.sequel import Sequel
+from clustertrain.agent.sequel import NO_ANSWER_S, Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import RUNNING, Backend, JobView
-from clustertrain.launch.choose import of_run
 from clustertrain.launch.comment import JobComment
+from clustertrain.launch.local import LocalBackend
 from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classify, decide
+from clustertrain.launch.slurm import BATCH_ANSWER_S, SlurmBackend
 from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.lead import lead_s
-from clustertrain.run.spec import load_spec
 from clustertrain.spec.job import RunSpec
 
 POLL_S = 0.2
@@ -43,6 +43,7 @@ AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
 COMMENT_S = 10.0  # for the last line in the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
+CANCEL_S = 60.0  # for a last checkpoint, where Slurm's own kill does not come
 LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 
 
@@ -52,6 +53,8 @@ class Step:
 
     child: subprocess.Popen[bytes]
     stop_at: float | None = None
+    preempt_time: float | None = None  # as the scheduler gave it; it forgets it when the job is put back
+    cancelled_at: float | None = None
     requeue_asked: bool = False
     new_options: dict[str, str] | None = None  # of the requeue that was asked for
     late_request: bool = False  # it came when the step was over
@@ -97,11 +100,21 @@ class Batch:
         if step.orphaned:
             return EXIT_FAILED  # whoever continues the run closes this attempt
         self._close_requests(step)
-        evidence = self._evidence(step)
         newer = self._newer_attempt()
         if newer is not None:  # whose start has closed this attempt, and which decides what becomes of the run
             print(f"clustertrain: attempt {self.attempt.n} was taken over by attempt {newer}", flush=True)
             return EXIT_NO_REQUEUE
+        sequel = Sequel(
+            self.run,
+            self.backend,
+            self.job_id,
+            self.spec,
+            self.log,
+            self.signals,
+            restart=self._restart(),
+            until=clock.monotonic() + NO_ANSWER_S,
+        )
+        evidence = self._evidence(step, sequel)
         verdict = classify(evidence)
         if verdict is None:
             # Slurm is ending the job by itself and accounting has no word yet. Whoever starts or looks next will know.
@@ -115,7 +128,7 @@ class Batch:
         print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
         if comment is not None and decision.action not in ("requeue", "resubmit"):
             comment.finish(COMMENT_S)
-        return Sequel(self.run, self.backend, self.job_id, self.spec, self.log, self.signals).act(decision, verdict)
+        return sequel.act(decision, verdict)
 
     def _commenter(self) -> Commenter | None:
         telemetry = self.spec.recipe.telemetry
@@ -171,6 +184,7 @@ class Batch:
             and not self.deadline.explains(self.signals.received, clock.now())
         ):
             self._ask_to_stop(step, f"signal:{self.signals.first}")
+            self._note_preemption(step, self._view())
         if now < step.next_look:
             return
         step.next_look = now + LOOK_S
@@ -179,13 +193,14 @@ class Batch:
             self._refresh_deadline()
         if step.stop_at is None and (self.signals.first or self.attempt.warned.exists()):
             # The warning before the time limit, which the agents count down to by themselves; or a preemption.
-            view = self._view()
-            if view is not None and view.preempt_time is not None:
+            self._note_preemption(step, self._view())
+            if step.preempt_time is not None:
                 self._ask_to_stop(step, "preemption")
         if self._is_asked_to_requeue(step):
             self._answer_request(None)
             self._ask_to_stop(step, "requeue")
         self._watch_owner(step)
+        self._watch_cancellation(step, now)
         self._watch_failures(step, now)
         self._watch_agents(step, now)
         if self.deadline.end_time is not None and clock.now() > self.deadline.end_time - LAST_CHANCE_S:
@@ -255,6 +270,19 @@ class Batch:
             with contextlib.suppress(OSError):
                 deadlines.write(self.attempt.deadline, fresh)
 
+    def _note_preemption(self, step: Step, view: JobView | None) -> None:
+        if view is not None and view.preempt_time is not None:
+            step.preempt_time = view.preempt_time
+
+    def _watch_cancellation(self, step: Step, now: float) -> None:
+        """The owner's marker ends the attempt whether or not the scheduler has heard of it."""
+        if step.cancelled_at is None and fsio.peek_json(self.run.cancelled) is not None:
+            step.cancelled_at = now
+            if step.stop_at is None:
+                self._ask_to_stop(step, "cancel")
+        if step.cancelled_at is not None and now - step.cancelled_at > CANCEL_S:
+            self._abort(step)
+
     def _watch_agents(self, step: Step, now: float) -> None:
         """A node whose agent never starts (it does not see the run directory, say) leaves the others waiting for it."""
         if step.agents_seen or now - step.began < AGENTS_S:
@@ -299,31 +327,40 @@ class Batch:
         if view is None or view.state == RUNNING:
             return ""
         try:
-            starts = self.backend.starts(self.job_id)
+            # A requeued job has a row for the start to come, without a time.
+            starts = [s for s in self.backend.starts(self.job_id) if s.start is not None]
         except CommandFailed:
             return ""
         return starts[-1].state if starts else ""
 
-    def _evidence(self, step: Step) -> Evidence:
+    def _evidence(self, step: Step, sequel: Sequel) -> Evidence:
         clock.wait_until(lambda: len(self._results()) == len(self.nodes), LATE_RESULTS_S, POLL_S)
-        view = self._view()
+        results = self._results()
+        completed = len(results) == len(self.nodes) and all(r["ending"] == "completed" for r in results.values())
+        view = None if completed else sequel.view()  # nobody need wait for an answer that changes nothing
+        self._note_preemption(step, view)
+        if view is not None:
+            view = replace(view, preempt_time=step.preempt_time)
         log = events.of_attempt(self.attempt)
         sources = dict.fromkeys(str(e.get("source")) for e in events.named(log, "signal"))
         asked = [float(e["t"]) for e in events.named(log, "signal")]
+        # The limit that counts is that of now: an administrator may have changed it since the last look.
+        limited = view is not None and view.state == RUNNING and view.end_time is not None
         return Evidence(
             nodes=self.nodes,
-            results=self._results(),
+            results=results,
             cancelled=self.run.cancelled.exists(),
             view=view,
             accounting=self._accounting(view),
             step_exit=step.child.returncode,
             requeue_asked=step.requeue_asked,
-            end_time=self.deadline.end_time,
-            lead_s=self.deadline.lead_s,
+            end_time=view.end_time if view is not None and limited else self.deadline.end_time,
+            lead_s=self.deadline.lead_of(sources),
             stop_at=min(asked, default=None),
             sources=tuple(sources),
             out_of_time=step.out_of_time,
             now=clock.now(),
+            restart=sequel.restart,
         )
 
     def _close(self, verdict: Verdict, evidence: Evidence) -> None:
@@ -341,16 +378,14 @@ class Batch:
 def main() -> int:
     """``clustertrain batch -- STEP…``, the last line of job.sh."""
     signals = Signals()
+    backend = LocalBackend() if settings.LOCAL_JOB in os.environ else SlurmBackend(BATCH_ANSWER_S)
     try:
-        run = open_run(Path(os.environ[settings.RUN_DIR]))
-        fsio.as_open_from_now_on(run.path)
-        spec = load_spec(run)
-        backend = of_run("local" if settings.LOCAL_JOB in os.environ else "slurm")
-        me = identify(os.environ, backend)
-        held = claim(run, me, backend)
+        run, spec, held = begin(backend)
     except ClusterTrainError as e:
         print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
         return e.exit_code
+    except OSError as e:
+        return leave(backend, e)
     batch = Batch(run, spec, backend, held, signals)
     spent = batch.spent_by_others()
     if spent is not None:

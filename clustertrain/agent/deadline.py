@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +34,12 @@ class Deadline:
         if self.end_time is None or self.due(now):
             return False
         return set(signals) == {LIMIT_SIGNAL} and now >= self.end_time - self.signal_lead_s - SIGNAL_EARLY_S
+
+    def lead_of(self, sources: Iterable[str]) -> float:
+        """How long before the end those who asked to stop may have done so because of it. With an end that was moved
+        forward, Slurm's warning comes before batch knows of the new one."""
+        signals = {s for s in sources if s.startswith("signal:")}
+        return self.signal_lead_s + SIGNAL_EARLY_S if signals == {f"signal:{LIMIT_SIGNAL}"} else self.lead_s
 
 
 def write(path: Path, deadline: Deadline) -> None:

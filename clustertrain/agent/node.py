@@ -15,6 +15,7 @@ from typing import Any
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent import rendezvous, torchrun
+from clustertrain.agent.batch_watch import NO_ANSWER_S, BatchWatch
 from clustertrain.agent.place import Place, place_from
 from clustertrain.agent.recording import HURRIED_STOP_S, STOP_S, Recording
 from clustertrain.agent.results import NodeResult, judge, read_ranks
@@ -47,6 +48,7 @@ class Agent:
         self.taken_over: int | None = None  # by which attempt
         self.recording: Recording | None = None
         self.tracking = Tracking(place.run, place.attempt, place.environ, self.log)
+        self.batch = BatchWatch(place, self.log)
 
     def run(self) -> NodeResult:
         p = self.place
@@ -69,6 +71,8 @@ class Agent:
             result = self._ranks()
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
+            if self.batch.gone():
+                self.batch.settle(NO_ANSWER_S)
             hurried = result.ending == "stopped" or self._hurried()
             self.tracking.ask_to_stop()
             recording.stop(HURRIED_STOP_S if hurried else STOP_S)
@@ -199,6 +203,7 @@ class Agent:
                     failed_at = failed_at or clock.monotonic()
                 self._look_for_stop()
                 self._look_for_newer_attempt()
+                self._look_for_batch()
                 self.tracking.look()
             if self.signals.first and self.stopping is None:
                 self._heed_signals()
@@ -223,6 +228,13 @@ class Agent:
         with contextlib.suppress(OSError):
             self.taken_over = self.place.run.newer_attempt(self.place.attempt.n)
         self.aborted = self.aborted or self.taken_over is not None
+
+    def _look_for_batch(self) -> None:
+        if self.batch.gone():
+            if self.stopping is None:
+                self.batch.stop_others()
+                self._stop_ranks("batch killed", self.place.grace_s)
+            self.batch.settle()
 
     def _heed_signals(self) -> None:
         if self.deadline is None or not self.deadline.explains(self.signals.received, clock.now()):

@@ -52,7 +52,7 @@ RUN_PRIOR_S = 24 * 3600.0  # what does not grow with the nodes: the code, the fi
 NODE_PRIOR_S = 1.8 * 3600.0 * 16_384 / 8
 
 # The ranks were told, as a rule; whether there was time to save is seen from what they lost.
-_WITH_WARNING = frozenset({endings.PREEMPTED, endings.TIME_LIMIT, endings.UNKNOWN})
+_WITH_WARNING = frozenset({endings.PREEMPTED, endings.TIME_LIMIT, endings.SIGNAL, endings.UNKNOWN})
 _OF_ITS_OWN = frozenset({endings.COMPLETED, endings.CANCELLED})
 
 
@@ -79,8 +79,8 @@ def failures_of(attempts: Iterable[Attempt], nodes: int) -> Failures:
     A failure is an ending that takes steps away:
 
     * one without a warning (node_failure, out_of_memory, hang, communication, user_error) always is;
-    * preempted, time_limit and unknown are where steps were done that no checkpoint has. After a warning with time for
-      a save nothing is lost, however often the run is preempted, and saving more often would gain nothing;
+    * preempted, time_limit, signal and unknown are where steps were done that no checkpoint has. After a warning with
+      time for a save nothing is lost, however often the run is preempted, and saving more often would gain nothing;
     * completed and cancelled are none;
     * before its first step an attempt has nothing to lose: it counts neither as a failure nor as time.
 

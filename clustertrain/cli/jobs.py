@@ -7,7 +7,7 @@ import getpass
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +20,12 @@ from clustertrain.cli.common import (
     print_json,
     run_argument,
 )
-from clustertrain.errors import ClusterTrainError, UsageError
+from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
 from clustertrain.run.folder import RunDir, readable
+
+if TYPE_CHECKING:
+    from clustertrain.launch.backend import Backend
+    from clustertrain.launch.look import Look
 
 POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
 
@@ -51,7 +55,7 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     from rich.console import Group
     from rich.text import Text
 
-    from clustertrain.report.status import runs_table
+    from clustertrain.report.status import remarks, runs_table
     from clustertrain.report.terminal import emit, make_console
 
     looks = [x for x in found if not isinstance(x, Unreadable)]
@@ -59,7 +63,7 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
     unreadable = [Text(f"{x.run.id}  unreadable: {x.error}") for x in found if isinstance(x, Unreadable)]
     console = make_console(rows=True)
     table = [runs_table(looks, console.width)] if looks or not unreadable else []
-    emit(console, Group(*table, *unreadable))
+    emit(console, Group(*table, *unreadable, *remarks(looks)))
 
 
 def _of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
@@ -129,6 +133,8 @@ def status_json(seen: Any) -> dict[str, Any]:
         "pending_reason": view.reason or None if view and view.state == "PENDING" else None,
         "start_estimate": view.start_time if view and view.state == "PENDING" else None,
         "scheduler_silent": seen.silence,
+        "cancelling": seen.cancelling,
+        "undecided": seen.undecided,
         "attempts": [
             {
                 "n": a.n,
@@ -194,10 +200,9 @@ def wait(names: tuple[str, ...]) -> int:
 @click.argument("names", metavar="RUN…", nargs=-1, required=True)
 @json_option
 def cancel(names: tuple[str, ...], as_json: bool) -> None:
-    """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay."""
-    from clustertrain.launch.choose import of_run
+    """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay. A running one is
+    "cancelling" until its ranks have left: `wait` waits for that."""
     from clustertrain.launch.look import Unreadable, look_all
-    from clustertrain.run.attempts import job_ids
 
     found = look_all(find_runs(names))
     for seen in found:
@@ -207,27 +212,55 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
     ended = [f"{seen.run.id} has ended already: {seen.state}" for seen in looks if seen.final]
     if len(ended) == len(looks):
         raise ClusterTrainError("\n".join(ended))
-    ids: dict[str, list[str]] = {}
+    left = [seen for seen in looks if not seen.final]
     # The markers come first: whatever is deciding about a run at this moment must see it before the job is gone.
-    for seen in looks:
-        if not seen.final:
-            fsio.write_json(seen.run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
-            _say(seen.run, "cancelled")
-            ids.setdefault(seen.backend, []).extend(job_ids(seen.run))
-    for name, of_backend in ids.items():
-        backend = of_run(name)
-        alive = [job_id for job_id, view in backend.views(of_backend).items() if view.alive]
-        if alive:
-            backend.cancel(*alive)
+    for seen in left:
+        fsio.write_json(seen.run.cancelled, {"t": clock.now(), "by": getpass.getuser()})
+        _say(seen.run, "cancelled")
+    ending = _end_jobs(left)
     for line in ended:
         click.echo(line, err=True)
+    states = {s.run: s.state if s.final else "cancelling" if s.run in ending else "cancelled" for s in looks}
     if as_json:
-        rows = [{"run": s.run.id, "job_id": s.job_id, "state": s.state if s.final else "cancelled"} for s in looks]
+        rows = [{"run": s.run.id, "job_id": s.job_id, "state": states[s.run]} for s in looks]
         print_json(rows[0] if len(rows) == 1 else rows)
         return
-    for seen in looks:
-        if not seen.final:
-            click.echo(f"{seen.run.id}: cancelled")
+    for seen in left:
+        click.echo(f"{seen.run.id}: {states[seen.run]}")
+
+
+def _end_jobs(looks: Sequence[Look]) -> set[RunDir]:
+    """Have the schedulers end the jobs of these runs; returns the runs whose jobs are not known to be over. Of one that
+    gave no answer a moment ago nothing more is asked."""
+    from clustertrain.launch.choose import of_run
+    from clustertrain.run.attempts import job_ids
+
+    ending: set[RunDir] = set()
+    for name in {seen.backend for seen in looks}:
+        ids = {seen.run: job_ids(seen.run) for seen in looks if seen.backend == name}
+        silence = next((seen.silence for seen in looks if seen.backend == name and seen.silence), None)
+        backend = of_run(name)
+        try:
+            if silence is not None:
+                raise CommandFailed(silence)
+            alive = _alive(backend, [job_id for of_one in ids.values() for job_id in of_one])
+            if alive:
+                backend.cancel(*alive)
+                alive = _alive(backend, alive)
+            ending.update(run for run, of_one in ids.items() if set(of_one) & set(alive))
+        except CommandFailed as e:
+            ending.update(ids)
+            note = (
+                "the cancel marker stands: a running attempt ends within a minute, a waiting job as soon as it starts"
+            )
+            click.echo(f"note: the scheduler gave no answer ({e.message}); {note}", err=True)
+            again = " ".join(run.id for run in ids)
+            click.echo(f"      to take a waiting job out of the queue, repeat: clustertrain cancel {again}", err=True)
+    return ending
+
+
+def _alive(backend: Backend, job_ids: Sequence[str]) -> list[str]:
+    return [job_id for job_id, view in backend.views(job_ids).items() if view.alive]
 
 
 def _refuse_spent(run: RunDir) -> None:

@@ -76,7 +76,12 @@ class Backend(Protocol):
     name: str
 
     def submit(self, submission: Submission) -> str:
-        """Hand the job over and return its id. Raises SchedulerRefused with the scheduler's own words."""
+        """Hand the job over and return its id.
+
+        Raises:
+            SchedulerRefused: with the scheduler's own words.
+            CommandFailed: it gave no answer, and may have the job all the same.
+        """
 
     def submit_array(self, array: ArraySubmission) -> list[str]:
         """Hand over all runs or none, and return their job ids in order. Raises as :meth:`submit`."""
@@ -97,7 +102,8 @@ class Backend(Protocol):
 
     def restart(self, job_id: str, submission: Submission) -> str:
         """From inside ``job_id``: a fresh start of its run with other options, in place of a requeue; returns the id of
-        the job that will do it. Raises as :meth:`submit`."""
+        the job that will do it. Raises as :meth:`submit`; after no answer it may be called again, and finds the job
+        where the scheduler has it."""
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         """The id of the job that this process runs in, or None outside of one."""

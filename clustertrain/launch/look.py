@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,6 +26,15 @@ class Unreadable:
     run: RunDir
     error: str
     fix: str | None = None
+
+
+@dataclass
+class Answers:
+    """What the schedulers said of many jobs, by job id, each of them asked once."""
+
+    views: dict[str, JobView] = field(default_factory=dict)
+    silence: dict[str, str] = field(default_factory=dict)  # why there is no answer
+    no_accounting: set[str] = field(default_factory=set)  # backends
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,26 @@ class Look:
     def final(self) -> bool:
         return self.state in state.FINAL
 
+    @property
+    def cancelling(self) -> bool:
+        """Its owner has cancelled it, and its job has not ended yet."""
+        return not self.final and self.run.cancelled.exists()
+
+    @property
+    def undecided(self) -> str | None:
+        """What happened where the run ended and nobody decided that it should, and what continues it."""
+        last = self.history[-1] if self.history else None
+        if self.state != state.FAILED or (last is not None and last.stopped is not None):
+            return None
+        told = f" (the scheduler says {self.view.reason})" if self.view is not None and self.view.reason else ""
+        if last is None or last.requeued is not None:
+            n = 1 if last is None else last.n + 1
+            what = f"job {self.job_id} ended before attempt {n} began{told}"
+        else:
+            what = f"attempt {last.n} ended without a decision on the run, as when its batch process is killed{told}"
+        step = f" from step {self.step}" if self.step is not None else ""
+        return f"{what}; `clustertrain requeue {self.run.id}` continues it{step}"
+
 
 def backend_of(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
@@ -79,22 +108,19 @@ def total_steps(run: RunDir) -> int | None:
     return None if spec.script is not None else spec.recipe.train.steps
 
 
-def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bool = True) -> Look:
-    """``views`` may hold the answers for many runs, asked in one question before."""
+def look(run: RunDir, answers: Answers | None = None) -> Look:
+    """``answers`` may hold what was asked for many runs at once before."""
     history = attempts.read_all(run)
     job_id = job_of(run, history)
     backend = backend_of(run)
-    view, silence = None, None
-    try:
-        if views is None and job_id is not None:
-            views = backend.views([job_id])
-        view = (views or {}).get(job_id or "")
-    except CommandFailed as e:
-        silence = str(e)
+    if answers is None:
+        answers = Answers()
+        _ask(backend, [job_id] if job_id is not None else [], answers)
+    view, silence = answers.views.get(job_id or ""), answers.silence.get(job_id or "")
     starts: list[JobStart] = []
     # An attempt that ended and was to go on may have been cancelled since, in the queue, with Slurm's own command.
-    if accounting and job_id and (view is None or not view.alive) and not state.settled(history):
-        starts = _starts(backend, job_id)
+    if job_id and (view is None or not view.alive) and not state.settled(history):
+        starts = _starts(backend, job_id, answers)
     word = starts[-1].state if starts else ""
     if not word and not history and view is None and silence is None and "_" in (job_id or ""):
         # Slurm forgets an array task that is cancelled while it waits, and accounting never hears of it (seen on
@@ -124,10 +150,23 @@ def look(run: RunDir, views: dict[str, JobView] | None = None, *, accounting: bo
     )
 
 
-def _starts(backend: Backend, job_id: str) -> list[JobStart]:
+def _ask(backend: Backend, job_ids: Sequence[str], answers: Answers) -> None:
+    # Slurm answers for all jobs or for none; a local job has a file of its own, which may not read.
+    for group in [job_ids] if backend.name == "slurm" else [[job_id] for job_id in job_ids]:
+        try:
+            answers.views.update(backend.views(group))
+        except CommandFailed as e:
+            answers.silence.update(dict.fromkeys(group, str(e)))
+
+
+def _starts(backend: Backend, job_id: str, answers: Answers) -> list[JobStart]:
+    if backend.name in answers.no_accounting:
+        return []
     try:
         return backend.starts(job_id)
-    except ClusterTrainError:
+    except ClusterTrainError as e:
+        if isinstance(e, CommandFailed):
+            answers.no_accounting.add(backend.name)
         return []  # no accounting: unknown stays unknown
 
 
@@ -159,24 +198,20 @@ def look_all(runs: Sequence[RunDir]) -> list[Look | Unreadable]:
         backends[backend.name] = backend
         if job_id is not None:
             by_backend.setdefault(backend.name, []).append(job_id)
-    views: dict[str, JobView] = {}
-    silent = set()
+    answers = Answers()
     for name, ids in by_backend.items():
-        try:
-            views.update(backends[name].views(ids))
-        except CommandFailed:
-            silent.add(name)
-    return [_look_or_say(run, views, silent) for run in runs]
+        _ask(backends[name], ids, answers)
+    return [_look_or_say(run, answers) for run in runs]
 
 
 # What reading a run's files raises when they are not what was written: one such run must not hide the others.
 _DAMAGE = (ClusterTrainError, OSError, ValueError)
 
 
-def _look_or_say(run: RunDir, views: dict[str, JobView], silent: Set[str]) -> Look | Unreadable:
+def _look_or_say(run: RunDir, answers: Answers) -> Look | Unreadable:
     try:
         with readable():
-            return look(run, None if backend_of(run).name in silent else views)
+            return look(run, answers)
     except _DAMAGE as e:
         if isinstance(e, ClusterTrainError):
             return Unreadable(run, e.message, e.fix)

@@ -37,6 +37,7 @@ class Evidence:
     sources: tuple[str, ...]  # who asked for it
     out_of_time: bool  # batch ended the step itself, because the allocation was about to end
     now: float
+    restart: int = 0  # how often the job had been requeued when the attempt began
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def classify(e: Evidence) -> Verdict | None:
         spent = any(r.get("spent") for r in e.results.values())
         return Verdict(endings.SPENT, _why(e) or "the budget is spent") if spent else _stopped(e)
     known = _stopped(e) if e.stop_at is not None or e.out_of_time else None
-    if known is not None and known.ending != endings.UNKNOWN and not _hopeless(e):
+    if known is not None and known.ending not in (endings.UNKNOWN, endings.SIGNAL) and not _hopeless(e):
         # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
         return Verdict(known.ending, f"{known.reason}; not all ranks had left in order")
     return _failed(e, missing)
@@ -86,11 +87,17 @@ def _hopeless(e: Evidence) -> bool:
 
 
 def _ended_from_outside(e: Evidence) -> Verdict | None:
-    """The job is being ended by the scheduler itself: by scancel, at its limit, or because a node is gone."""
-    known = endings.of_scheduler(e.accounting)
+    """The job is being ended by the scheduler itself: by scancel, at its limit, or because a node is gone; or somebody
+    has put it back in the queue."""
+    known, view = endings.of_scheduler(e.accounting), e.view
     if known == endings.CANCELLED:
         return Verdict(known, "cancelled with the scheduler's own command")
-    if known == endings.TIME_LIMIT or (e.end_time is not None and e.now >= e.end_time - NEAR_LIMIT_S):
+    if view is not None and view.restarts > e.restart:
+        if known in (endings.NODE_FAILURE, endings.PREEMPTED) and e.accounting != "REQUEUED":
+            return Verdict(known, f"the scheduler requeued the job itself: {e.accounting}")
+        return Verdict(endings.PREEMPTED, "requeued with the scheduler's own command (scontrol requeue)")
+    at_limit = view is not None and view.reason == "TimeLimit"
+    if known == endings.TIME_LIMIT or at_limit or (e.end_time is not None and e.now >= e.end_time - NEAR_LIMIT_S):
         return Verdict(endings.TIME_LIMIT, "the time limit was reached")
     return None
 
@@ -106,6 +113,12 @@ def _stopped(e: Evidence) -> Verdict:
     if e.end_time is not None and asked >= e.end_time - e.lead_s - NEAR_LIMIT_S:
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
     source = ", ".join(e.sources) or "an unknown source"
+    if e.view is None:
+        return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler gave no answer as to why")
+    sent = [s.removeprefix("signal:") for s in e.sources if s.startswith("signal:")]
+    if sent:
+        words = f"stopped by {' and '.join(sent)} that somebody sent (scancel --signal, kill)"
+        return Verdict(endings.SIGNAL, f"{words}: the scheduler neither preempts nor ends the job")
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 

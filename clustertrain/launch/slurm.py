@@ -13,6 +13,8 @@ from clustertrain import proc, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch import accounting
 from clustertrain.launch.backend import ArraySubmission, Backend, JobStart, JobView, Submission
+from clustertrain.launch.refusals import is_refusal
+from clustertrain.run.folder import RunDir
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 # Variables that change what the commands print or do.
@@ -27,16 +29,20 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {**clean, "SLURM_TIME_FORMAT": "%s"}
 
 
+# Somebody waits for the command. With slurmctld away squeue tries for a minute.
+ANSWER_S = 8.0
 # The batch process asks while it watches over the step; Slurm's own message timeout is 10 s.
-ANSWER_S = 20.0
+BATCH_ANSWER_S = 20.0
 _ENDED = ("already completing or completed", "invalid job id")
-_NO_ANSWER = ("unable to contact", "timed out", "connection refused", "zero bytes")
 
 
 class SlurmBackend(Backend):
     """Job ids are Slurm's; an array task is ``ARRAY_TASK``."""
 
     name = "slurm"
+
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self.answer_s = answer_s
 
     def available(self) -> str | None:
         """The version of sbatch, or None where it is not installed.
@@ -61,31 +67,47 @@ class SlurmBackend(Backend):
 
     def advice(self, partition: str) -> list[str]:
         # An answer that does not come or does not read is no reason against a submission.
-        done = _ask("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
+        done = _ask(
+            "scontrol", "--oneliner", "show", "partition", *([partition] if partition else []), answer_s=self.answer_s
+        )
         return accounting.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
 
     def cancel(self, *job_ids: str) -> None:
         # Not submitit's Job.cancel: docs/decisions/0008.
-        done = _ask("scancel", *map(_checked, job_ids))
+        done = _ask("scancel", *map(_checked, job_ids), answer_s=self.answer_s)
         said = done.stderr.splitlines()
         failures = [line for line in said if _UNKNOWN_JOB not in line]
         if done.returncode and (failures or not said):
             raise CommandFailed(f"scancel {' '.join(job_ids)} failed: {accounting.plain(chr(10).join(failures))}")
 
     def requeue(self, job_id: str) -> None:
-        done = _ask("scontrol", "requeue", _checked(job_id))
+        done = _ask("scontrol", "requeue", _checked(job_id), answer_s=self.answer_s)
         if done.returncode:
             said = accounting.plain(done.stderr or done.stdout)
-            if any(words in said.lower() for words in _NO_ANSWER):
-                raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {said}")
-            raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
+            if is_refusal(said):
+                raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
+            raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {said}")
 
     def restart(self, job_id: str, submission: Submission) -> str:
-        fresh = self.submit(submission)
+        # sbatch may have been heard although its answer never came, and would make a second job.
+        fresh = self._newer_job(submission.run, job_id) or self.submit(submission)
         # Slurm requeues a job whose node it finds down later; two jobs would then want the run.
         with contextlib.suppress(CommandFailed):
-            _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0")
+            _ask("scontrol", "update", f"JobId={_checked(job_id)}", "Requeue=0", answer_s=self.answer_s)
         return fresh
+
+    def _newer_job(self, run: RunDir, job_id: str) -> str | None:
+        """The newest waiting or running job of the run that was submitted after ``job_id``, known by its working
+        directory."""
+        done = _ask(
+            "squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:|,WorkDir:|", answer_s=self.answer_s
+        )
+        if done.returncode:
+            raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}")
+        lines = (line.rstrip("|").split("|", 1) for line in done.stdout.splitlines())
+        ids = [int(words[0]) for words in lines if words[0].isdigit() and words[1:] == [str(run.path)]]
+        newest = max(ids, default=0)
+        return str(newest) if newest > int(_checked(job_id).partition("_")[0]) else None
 
     def own_job_id(self, environ: Mapping[str, str]) -> str | None:
         array, task = environ.get(settings.SLURM_ARRAY_JOB_ID), environ.get(settings.SLURM_ARRAY_TASK_ID)
@@ -102,7 +124,7 @@ class SlurmBackend(Backend):
         done = _ask(
             # --array: a line for each task; those that wait would else share the line 123_[2-5%1].
             "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(wanted)}",
-            f"--Format={accounting.SQUEUE_FORMAT}",
+            f"--Format={accounting.SQUEUE_FORMAT}", answer_s=self.answer_s,
         )  # fmt: skip
         if done.returncode:
             # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
@@ -115,7 +137,7 @@ class SlurmBackend(Backend):
     def starts(self, job_id: str) -> list[JobStart]:
         fields = ",".join(accounting.SACCT_FIELDS)
         # -D: every start, not the last one alone; -X: no steps.
-        done = _ask("sacct", "-D", "-X", "-P", "-n", "-j", _checked(job_id), "-o", fields)
+        done = _ask("sacct", "-D", "-X", "-P", "-n", "-j", _checked(job_id), "-o", fields, answer_s=self.answer_s)
         if done.returncode:
             if "accounting storage is disabled" in done.stderr.lower():
                 return []
@@ -174,13 +196,13 @@ def set_comment(job_id: str, text: str) -> None:
     done = _ask("scontrol", "update", f"JobId={_checked(job_id)}", f"Comment={text}")
     if done.returncode:
         said = accounting.plain(done.stderr or done.stdout)
-        if any(words in said.lower() for words in (*_NO_ANSWER, *_ENDED)):
-            raise CommandFailed(f"the comment of job {job_id} was not changed: {said}")
-        raise SchedulerRefused(f"Slurm did not change the comment of job {job_id}: {said}")
+        if is_refusal(said) and not any(words in said.lower() for words in _ENDED):
+            raise SchedulerRefused(f"Slurm did not change the comment of job {job_id}: {said}")
+        raise CommandFailed(f"the comment of job {job_id} was not changed: {said}")
 
 
-def _ask(*argv: str) -> proc.Completed:
-    return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=ANSWER_S)
+def _ask(*argv: str, answer_s: float = ANSWER_S) -> proc.Completed:
+    return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=answer_s)
 
 
 def _checked(job_id: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch import accounting
+from clustertrain.launch.refusals import is_refusal
 
 # submitit expands these in the path of its folder, and would then write somewhere else.
 _SUBMITIT_TAGS = ("%j", "%t", "%A", "%a")
@@ -32,7 +33,7 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
 
     Raises:
         SchedulerRefused: with what sbatch printed.
-        CommandFailed: sbatch is not installed.
+        CommandFailed: sbatch is not installed, or gave no answer; Slurm may have the job all the same.
     """
     # Not at the top, and late: importing it takes 70 to 150 ms, which only a submission should pay.
     import submitit.core.utils
@@ -59,7 +60,10 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
             # The public submit() takes a Python function to pickle; a command of one's own has only this entry.
             return Executor(folder=scratch)._submit_command("").job_id
         except submitit.core.utils.FailedJobError as e:
-            raise SchedulerRefused(f"Slurm refused the job: {accounting.plain(str(e) or printed.getvalue())}") from e
+            said = accounting.plain(str(e) or printed.getvalue())
+            if is_refusal(said):
+                raise SchedulerRefused(f"Slurm refused the job: {said}") from e
+            raise CommandFailed(f"sbatch failed: {said}", fix="see whether Slurm answers: `scontrol ping`") from e
         except FileNotFoundError as e:
             raise CommandFailed("sbatch: command not found", fix="submit on a login node") from e
 
@@ -68,7 +72,7 @@ def _job_id(said: str) -> str:
     """``--parsable`` prints ``ID`` or ``ID;CLUSTER``; site plugins may print lines around it."""
     found = re.search(r"^(\d+)(?:;\S*)?$", said.strip(), flags=re.MULTILINE)
     if found is None:
-        raise SchedulerRefused(f"sbatch printed no job id but {said.strip()!r}")
+        raise CommandFailed(f"sbatch printed no job id but {said.strip()!r}")
     return found[1]
 
 

@@ -34,6 +34,7 @@ STYLE = {
     "requeued": "yellow",
     "preempted": "yellow",
     "time_limit": "yellow",
+    "signal": "yellow",
     "cancelled": "magenta",
 }
 PART_WORDS = {
@@ -81,6 +82,10 @@ def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> Ren
         head.add_row("waits for", f"{seen.view.reason or 'the scheduler'}{estimate}")
     if seen.silence:
         head.add_row("note", Text(f"the scheduler gave no answer: {seen.silence}", style="red"))
+    if seen.cancelling:
+        head.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
+    if seen.undecided:
+        head.add_row("stopped", Text(seen.undecided, style="red"))
     for words in attempts.troubles(seen.run, seen.history):
         head.add_row("note", Text(words, style="red"))
     stopped = seen.history[-1].stopped if seen.history else None
@@ -230,6 +235,13 @@ def to_the_second(seconds: int) -> str:
     if hours:
         return f"{h}h{m:02d}m{s:02d}s"
     return f"{m}m{s:02d}s" if minutes else f"{s}s"
+
+
+def remarks(looks: Sequence[Look]) -> list[Text]:
+    """Below the table of runs: why a scheduler's part is missing, once; runs that ended and need their owner's word."""
+    silences = dict.fromkeys(x.silence for x in looks if x.silence)
+    lines = [f"the scheduler gave no answer, states are from the runs' own files: {words}" for words in silences]
+    return [Text(line, style="red") for line in (*lines, *(f"{x.run.id}: {x.undecided}" for x in looks if x.undecided))]
 
 
 def runs_table(looks: Sequence[Look], width: int) -> RenderableType:

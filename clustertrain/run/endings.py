@@ -14,6 +14,7 @@ COMMUNICATION: Final = "communication"
 USER_ERROR: Final = "user_error"
 NO_PROGRESS: Final = "no_progress"
 CANCELLED: Final = "cancelled"
+SIGNAL: Final = "signal"  # somebody sent one, by hand
 SPENT: Final = "budget"  # of the recipe's contract, not one of those below
 UNKNOWN: Final = "unknown"
 
@@ -28,14 +29,16 @@ BUDGET: Final[dict[str, int]] = {
     HANG: 2,
     COMMUNICATION: 3,
     USER_ERROR: 0,
+    SIGNAL: 5,
     UNKNOWN: 2,
 }
 # Attempts in a row, whatever their endings, that ran steps and committed none.
 NO_PROGRESS_LIMIT: Final = 6
 
-# Slurm's words for a finished start. Those that are missing (REQUEUED, FAILED, COMPLETED, …) say nothing of the cause.
+# Slurm's words for a finished start. Those that are missing (FAILED, COMPLETED, …) say nothing of the cause.
 _OF_SLURM: Final = {
     "PREEMPTED": PREEMPTED,
+    "REQUEUED": PREEMPTED,  # by `scontrol requeue`; where Slurm requeues by itself, it says why
     "TIMEOUT": TIME_LIMIT,
     "DEADLINE": TIME_LIMIT,
     "NODE_FAIL": NODE_FAILURE,

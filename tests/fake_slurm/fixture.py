@@ -20,6 +20,8 @@ with calls.open("a") as f:
     f.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ), "script": script}}) + "\\n")
 answer = folder / (name + ".answer")
 say = json.loads(answer.read_text()) if answer.exists() and "--version" not in sys.argv else {{}}
+for other, text in say.get("then", {{}}).items():
+    (folder / (other + ".answer")).write_text(json.dumps({{"stdout": text}}))
 sys.stderr.write(say.get("stderr", ""))
 sys.stdout.write(say.get("stdout", "4711\\n" if name == "sbatch" else ""))
 sys.exit(say.get("rc", 0))
@@ -37,8 +39,12 @@ class Call:
 class FakeSlurm:
     folder: Path
 
-    def answers(self, command: str, *, stdout: str = "", stderr: str = "", rc: int = 0) -> None:
-        (self.folder / f"{command}.answer").write_text(json.dumps({"stdout": stdout, "stderr": stderr, "rc": rc}))
+    def answers(
+        self, command: str, *, stdout: str = "", stderr: str = "", rc: int = 0, then: dict[str, str] | None = None
+    ) -> None:
+        """``then``: what other commands print from the moment that this one has been called."""
+        said = {"stdout": stdout, "stderr": stderr, "rc": rc, "then": then or {}}
+        (self.folder / f"{command}.answer").write_text(json.dumps(said))
 
     def calls(self, command: str) -> list[Call]:
         """The calls of ``command``, without questions for its version."""

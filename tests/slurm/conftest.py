@@ -1,11 +1,13 @@
 """The one-machine Slurm cluster of slurm/testbed, brought up once for a test session."""
 
+import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import runs
@@ -34,6 +36,14 @@ class Cluster:
     def up(self, *options: str) -> None:
         """Repair the cluster and give it these options of slurm/testbed/up, no others."""
         self.run(str(TESTBED / "up"), *options, timeout_s=300)
+
+    def stop_controller(self) -> None:
+        """End slurmctld, which saves its state first; `up` starts it again."""
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"] == "slurmctld" and process.environ()["SLURM_CONF"] == self.env["SLURM_CONF"]:
+                    process.terminate()
+                    process.wait(30)
 
     def kill_node(self, node: str) -> None:
         """Kill every process of the host at once. Its link stays as it is."""

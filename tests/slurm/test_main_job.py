@@ -138,7 +138,7 @@ def test_a_signal_to_one_process_alone_stops_all_ranks_at_one_step(
     for run in acts:
         status = run.complete()
         # Nobody knows who sent it and why, and no cause is made up.
-        assert run.endings() == ["unknown", "completed"]
+        assert run.endings() == ["signal", "completed"]
         assert runs.resumed_where_they_stopped(status)
         assert run.digest() == undisturbed(run.path, tmp_path / "alone")
 

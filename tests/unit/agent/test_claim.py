@@ -76,7 +76,13 @@ def test_attempts_are_numbered_from_one(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("word", "ending"),
-    [("NODE_FAIL", "node_failure"), ("PREEMPTED", "preempted"), ("TIMEOUT", "time_limit"), ("REQUEUED", "unknown")],
+    [
+        ("NODE_FAIL", "node_failure"),
+        ("PREEMPTED", "preempted"),
+        ("TIMEOUT", "time_limit"),
+        ("REQUEUED", "preempted"),
+        ("FAILED", "unknown"),
+    ],
 )
 def test_a_restart_closes_the_attempt_that_died_with_its_node(run: RunDir, word: str, ending: str) -> None:
     claim(run, me(), FakeScheduler())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain import fsio
+from clustertrain import clock, fsio
 from clustertrain.agent import sequel as module
 from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
@@ -28,12 +28,17 @@ class Scheduler:
     name: str = "local"
     state: str = "RUNNING"
     answers: list[ClusterTrainError | None] = field(default_factory=list)
-    refuses_restart: bool = False
+    restarts: int = 0
+    views_fail: int = 0  # the first so many questions get no answer
+    restart_answers: list[ClusterTrainError | None] = field(default_factory=list)
     requeued: int = 0
     restarted: list[dict[str, str]] = field(default_factory=list)
 
     def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        return {j: JobView(j, self.state) for j in job_ids}
+        if self.views_fail:
+            self.views_fail -= 1
+            raise CommandFailed("squeue failed: Unable to contact slurm controller (connect failure)")
+        return {j: JobView(j, self.state, restarts=self.restarts) for j in job_ids}
 
     def requeue(self, job_id: str) -> None:
         self.requeued += 1
@@ -42,8 +47,9 @@ class Scheduler:
             raise answer
 
     def restart(self, job_id: str, submission: Submission) -> str:
-        if self.refuses_restart:
-            raise SchedulerRefused("no")
+        answer = self.restart_answers.pop(0) if self.restart_answers else None
+        if answer is not None:
+            raise answer
         self.restarted.append(dict(submission.options))
         return "8"
 
@@ -64,11 +70,15 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
     yield Signals()
 
 
-def follow(run: RunDir, scheduler: Scheduler, signals: Signals, ending: str, decision: Decision) -> int:
+def follow(
+    run: RunDir, scheduler: Scheduler, signals: Signals, ending: str, decision: Decision, *, patient: bool = True
+) -> int:
     log = EventLog(run.attempt(1).events_of("batch"))
     spec = RunSpec(job=JobSpec(exclude="n0"))
     try:
-        return Sequel(run, scheduler, "7", spec, log, signals).act(decision, Verdict(ending, "…"))  # type: ignore[arg-type]
+        until = clock.monotonic() + (60.0 if patient else 0.0)
+        sequel = Sequel(run, scheduler, "7", spec, log, signals, restart=0, until=until)  # type: ignore[arg-type]
+        return sequel.act(decision, Verdict(ending, "…"))
     finally:
         log.close()
 
@@ -86,6 +96,53 @@ def test_a_scheduler_that_is_restarting_is_asked_again(run: RunDir, signals: Sig
     assert (scheduler.requeued, scheduler.restarted) == (3, [])
 
 
+NOTHING_HEARD = CommandFailed("sbatch failed: Unable to contact slurm controller (connect failure)")
+
+
+def test_a_fresh_submission_without_an_answer_is_made_again(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(views_fail=2, restart_answers=[NOTHING_HEARD, NOTHING_HEARD])
+    assert follow(run, scheduler, signals, endings.NODE_FAILURE, Decision("resubmit", "…", 75)) == 75
+    assert (scheduler.requeued, len(scheduler.restarted)) == (0, 1)
+    assert how(run) == ["resubmit"]
+
+
+def test_a_scheduler_that_never_answers_stops_the_run_in_the_end(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(views_fail=9, answers=[NOTHING_HEARD], restart_answers=[NOTHING_HEARD])
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE, patient=False) == 93
+    assert "Unable to contact" in str(attempts.read_all(run)[0].stopped)
+
+
+def test_a_requeue_that_was_heard_without_an_answer_makes_no_second_job(run: RunDir, signals: Signals) -> None:
+    class Deaf(Scheduler):
+        def requeue(self, job_id: str) -> None:
+            if self.requeued:
+                self.state = "PENDING"
+            super().requeue(job_id)
+
+    scheduler = Deaf(answers=[NOTHING_HEARD, SchedulerRefused("Job is pending execution for job 7")])
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert (scheduler.requeued, scheduler.restarted) == (2, [])
+
+
+def test_a_cancellation_ends_the_wait_for_an_answer(
+    run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Away(Scheduler):
+        def requeue(self, job_id: str) -> None:
+            fsio.write_json(run.cancelled, {})
+            raise NOTHING_HEARD
+
+    scheduler = Away()
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
+    assert scheduler.restarted == []
+
+
+def test_a_job_that_was_requeued_from_outside_is_not_requeued_again(run: RunDir, signals: Signals) -> None:
+    scheduler = Scheduler(state="COMPLETING", restarts=1)
+    assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
+    assert (scheduler.requeued, scheduler.restarted, how(run)) == (0, [], ["slurm"])
+
+
 def test_a_refused_requeue_becomes_a_fresh_submission(run: RunDir, signals: Signals) -> None:
     scheduler = Scheduler(answers=[SchedulerRefused("disabled")])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 75
@@ -94,7 +151,7 @@ def test_a_refused_requeue_becomes_a_fresh_submission(run: RunDir, signals: Sign
 
 
 def test_a_run_that_nobody_takes_says_why_it_stops(run: RunDir, signals: Signals) -> None:
-    scheduler = Scheduler(answers=[SchedulerRefused("disabled")], refuses_restart=True)
+    scheduler = Scheduler(answers=[SchedulerRefused("disabled")], restart_answers=[SchedulerRefused("no")])
     assert follow(run, scheduler, signals, endings.PREEMPTED, REQUEUE) == 93
     assert "neither" in str(attempts.read_all(run)[0].stopped)
 

@@ -104,6 +104,7 @@ def test_cancel_ends_all_runs_with_one_command(
 ) -> None:
     runs = [row["run"] for row in three["runs"]]
     names = {"sweep": [three["sweep"]], "array": ["4711"], "runs": [*runs, "4711_1"]}[named]
+    fake_slurm.answers("scancel", then={"squeue": ""})
     assert type_("cancel", "--json", *names) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["run"]: (row["job_id"], row["state"]) for row in rows} == {
@@ -126,6 +127,7 @@ def test_what_has_ended_is_told_and_the_others_are_cancelled(
     three: dict[str, Any], type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answers("squeue", stdout=FAILED.format(0) + FAILED.format(1) + PENDING.format(2))
+    fake_slurm.answers("scancel", then={"squeue": ""})
     assert type_("cancel", three["sweep"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"{three['runs'][2]['run']}: cancelled\n"
@@ -133,6 +135,39 @@ def test_what_has_ended_is_told_and_the_others_are_cancelled(
     fake_slurm.answers("squeue", stdout="")
     assert type_("cancel", three["sweep"]) == 1
     assert len(fake_slurm.calls("scancel")) == 1
+
+
+RUNNING = "4711_1|RUNNING|0|10|N/A|N/A|n1|None|\n"
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+
+
+def test_a_run_whose_job_goes_on_is_cancelling(
+    three: dict[str, Any], type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answers("scancel", then={"squeue": RUNNING})
+    assert type_("cancel", "--json", three["sweep"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in rows] == ["cancelled", "cancelling", "cancelled"]
+    assert type_("status", "4711_1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cancelling"] is True
+
+
+def test_with_slurmctld_away_the_markers_stand_and_slurm_is_asked_once(
+    three: dict[str, Any], type_: Type, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answers("squeue", stderr=AWAY, rc=1)
+    fake_slurm.answers("sacct", stderr="sacct: error: slurm_persist_conn_open: Connection refused\n", rc=1)
+    before = len(fake_slurm.calls("squeue"))
+    assert type_("list") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Unable to contact") == 1 and shown.count("pending") == 3
+    assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("sacct"))) == (1, 1)
+    assert type_("cancel", "--json", three["sweep"]) == 0
+    shown = capsys.readouterr()
+    assert {row["state"] for row in json.loads(shown.out)} == {"cancelling"}
+    assert "Unable to contact" in shown.err and "marker stands" in shown.err
+    assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("scancel"))) == (2, 0)
+    assert all((Path(row["run_dir"]) / "cancelled.json").exists() for row in three["runs"])
 
 
 def test_an_unknown_name_among_several_cancels_nothing(

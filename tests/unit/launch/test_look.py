@@ -118,6 +118,23 @@ def test_a_requeued_job_that_is_gone_for_another_reason_has_failed(run: RunDir, 
     assert looking.look(run).state == state.FAILED
 
 
+def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, scheduler: Scheduler) -> None:
+    # kill -9 of the batch process, as squeue and sacct of 22.05 show it.
+    attempt(run, (3.0, "checkpoint", {"step": 40}))
+    scheduler.queue = {"7": JobView("7", "FAILED", reason="JobLaunchFailure")}
+    scheduler.remembered = [JobStart("7", "FAILED", start=2.0, signal=9)]
+    seen = looking.look(run)
+    assert seen.state == state.FAILED
+    assert f"`clustertrain requeue {run.id}` continues it from step 40" in str(seen.undecided)
+    # A home that was read-only when the job started again: slurmstepd cannot open job.log.
+    attempt(run, PREEMPTED, REQUEUED)
+    assert "job 7 ended before attempt 2 began (the scheduler says JobLaunchFailure)" in str(
+        looking.look(run).undecided
+    )
+    attempt(run, STOPPED)
+    assert looking.look(run).undecided is None
+
+
 @pytest.mark.parametrize("spec", ["version = [", "nonsense = 1\n", b"\xff\xfe"])
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_run_that_does_not_read_hides_no_other(

@@ -61,7 +61,16 @@ COMPLETED = {n: result("completed") for n in NODES}
         ),
         (evidence({"n1": result("failed", "killed")}, out_of_time=True), endings.TIME_LIMIT),
         (evidence({"n1": result("failed", "storage"), "n2": result("failed", "communication")}), endings.UNKNOWN),
-        (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
+        # scancel --signal, or kill: the job goes on, and nobody preempts it.
+        (evidence(STOPPED, end_time=5000.0, stop_at=995.0, sources=("signal:SIGTERM",)), endings.SIGNAL),
+        (evidence(STOPPED, view=None, stop_at=995.0, sources=("signal:SIGTERM",)), endings.UNKNOWN),
+        # scontrol requeue, with the words of squeue and sacct of 22.05.
+        (evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting="REQUEUED"), endings.PREEMPTED),
+        (evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), end_time=1005.0), endings.PREEMPTED),
+        (evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), restart=1, end_time=1005.0), "time_limit"),
+        (evidence(STOPPED, view=JobView("7", "PENDING", restarts=1), accounting="NODE_FAIL"), endings.NODE_FAILURE),
+        # scontrol update TimeLimit: the end that batch knew was far away.
+        (evidence(STOPPED, view=JobView("7", "COMPLETING", reason="TimeLimit"), end_time=5000.0), endings.TIME_LIMIT),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), accounting="CANCELLED by 0"), endings.CANCELLED),
         (evidence(STOPPED, view=JobView("7", "COMPLETING"), end_time=1005.0), endings.TIME_LIMIT),
         (evidence({"n1": result("failed", "communication")}), endings.NODE_FAILURE),
@@ -87,6 +96,11 @@ def test_endings_are_told_apart(given: Evidence, ending: str) -> None:
 
 def test_a_job_that_slurm_ends_by_itself_gets_no_verdict_without_its_word() -> None:
     assert classify(evidence({"n1": result("failed", "communication")}, view=JobView("7", "COMPLETING"))) is None
+
+
+def test_a_requeue_with_slurms_own_command_is_named() -> None:
+    verdict = classify(evidence(STOPPED, view=JobView("7", "COMPLETING", restarts=1), accounting="REQUEUED"))
+    assert verdict is not None and "scontrol requeue" in verdict.reason
 
 
 def test_the_lost_node_is_blamed_and_left_out() -> None:

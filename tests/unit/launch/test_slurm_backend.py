@@ -35,10 +35,11 @@ def test_a_refusal_has_slurms_words_and_leaves_no_files_behind(
     fake_slurm: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "runs")
-    fake_slurm.answers("sbatch", stderr="sbatch: error: Batch job submission failed: Invalid qos\n", rc=1)
+    words = "Batch job submission failed: Invalid qos specification"
+    fake_slurm.answers("sbatch", stderr=f"sbatch: error: {words}\n", rc=1)
     with pytest.raises(SchedulerRefused) as e:
         SlurmBackend().submit(Submission(run))
-    assert str(e.value) == "Slurm refused the job: Batch job submission failed: Invalid qos"
+    assert str(e.value) == f"Slurm refused the job: {words}"
     assert e.value.exit_code == 1
     assert [p.name for p in run.path.iterdir()] == ["job.sh"]
     assert capfd.readouterr() == ("", "")  # submitit prints the complaint as well
@@ -52,7 +53,7 @@ def test_the_job_id_is_found_among_what_a_site_prints(said: str, fake_slurm: Fak
 
 def test_no_job_id_is_an_error(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm.answers("sbatch", stdout="queued\n")
-    with pytest.raises(SchedulerRefused, match="no job id but 'queued'"):
+    with pytest.raises(CommandFailed, match="no job id but 'queued'"):
         SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
 
 
@@ -140,17 +141,71 @@ def test_several_jobs_are_cancelled_with_one_command_and_one_refusal_is_not_lost
         SlurmBackend().cancel("12")
 
 
-def test_requeue_and_its_refusal(fake_slurm: FakeSlurm) -> None:
+def test_a_requeue(fake_slurm: FakeSlurm) -> None:
     SlurmBackend().requeue("12_3")
-    fake_slurm.answers("scontrol", stderr="Requested operation is presently disabled for job 12\n", rc=1)
-    with pytest.raises(SchedulerRefused, match="presently disabled"):
-        SlurmBackend().requeue("12")
-    fake_slurm.answers("scontrol", stderr="Unable to contact slurm controller (connect failure)\n", rc=1)
-    with pytest.raises(CommandFailed, match="no answer"):
-        SlurmBackend().requeue("12")
-    assert [c.argv for c in fake_slurm.calls("scontrol")] == [
-        ["requeue", "12_3"], ["requeue", "12"], ["requeue", "12"]
-    ]  # fmt: skip
+    assert [c.argv for c in fake_slurm.calls("scontrol")] == [["requeue", "12_3"]]
+
+
+# As scontrol and sbatch of 22.05 to 25.05 print them.
+REFUSALS = [
+    "Requested operation is presently disabled for job 12",
+    "Invalid job id specified for job 12",
+    "Job is pending execution for job 12",
+    "Access/permission denied for job 12",
+    "Job/step already completing or completed for job 12",
+    "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+    "sbatch: error: invalid partition specified: nope",
+    "sbatch: error: Batch job submission failed: Invalid qos specification",
+    "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size …",
+    "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+    "sbatch: unrecognized option '--nope'\nTry \"sbatch --help\" for more information",
+]
+SILENCE = [
+    "Unexpected message received for job 12",
+    "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+    "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
+    "sbatch: error: Batch job submission failed: Invalid authentication credential",
+    "sbatch: error: Batch job submission failed: Slurm backup controller in standby mode",
+    "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
+    "sbatch: error: Batch job submission failed: Rate limit exceeded, please retry momentarily",
+    "slurm_requeue error: Job can not be altered now, try again later",
+    "",
+]
+
+
+CASES = [*((words, SchedulerRefused) for words in REFUSALS), *((words, CommandFailed) for words in SILENCE)]
+
+
+@pytest.mark.parametrize("command", ["scontrol", "sbatch"])
+@pytest.mark.parametrize(("said", "error"), CASES)
+def test_only_slurms_words_for_no_are_a_refusal(
+    command: str, said: str, error: type[Exception], fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    fake_slurm.answers(command, stderr=f"{said}\n", rc=1)
+    with pytest.raises(error):
+        if command == "scontrol":
+            SlurmBackend().requeue("12")
+        else:
+            SlurmBackend().submit(Submission(make_run(tmp_path / "runs")))
+
+
+def test_a_submission_that_was_heard_without_an_answer_makes_no_second_job(
+    fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs")
+    others = f"13|/elsewhere|\n12|{run.path}|\n11|{run.path}|\n"
+    fake_slurm.answers("squeue", stdout=others)
+    assert SlurmBackend().restart("12", Submission(run)) == "4711"
+    fake_slurm.answers("squeue", stdout=f"14|{run.path}|\n{others}")
+    assert SlurmBackend().restart("12", Submission(run)) == "14"
+    assert SlurmBackend().restart("12_3", Submission(run)) == "14"
+    # Without an answer nobody knows, and nothing is submitted.
+    fake_slurm.answers("squeue", stderr="slurm_load_jobs error: Unable to contact slurm controller\n", rc=1)
+    with pytest.raises(CommandFailed):
+        SlurmBackend().restart("12", Submission(run))
+    assert len(fake_slurm.calls("sbatch")) == 1
 
 
 @pytest.mark.parametrize("job_id", ["", "-1", "1;2", "1,2", "$(x)", "1 2", "local-3", "1_[2-3]"])

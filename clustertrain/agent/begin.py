@@ -1,0 +1,52 @@
+"""The first seconds of the batch process, with a run directory that may be out of order for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from clustertrain import clock, fsio, settings
+from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, ClusterTrainError
+from clustertrain.launch.backend import Backend
+from clustertrain.run.folder import RunDir, open_run
+from clustertrain.run.spec import load_spec
+from clustertrain.spec.job import RunSpec
+
+PATIENCE_S = 300.0
+RETRY_S = 5.0
+REQUEUES = 20  # restarts of the job, after which it is not put back for that
+
+
+def begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
+    """Open the run and claim an attempt.
+
+    Raises:
+        ClusterTrainError: this job must not run it, or cannot.
+        OSError: the run directory is still read-only, full or out of reach after :data:`PATIENCE_S`.
+    """
+    deadline = clock.monotonic() + PATIENCE_S
+    while True:
+        try:
+            run = open_run(Path(os.environ[settings.RUN_DIR]))
+            fsio.as_open_from_now_on(run.path)
+            return run, load_spec(run), claim(run, identify(os.environ, backend), backend)
+        except OSError as e:
+            print(f"clustertrain batch: waiting for the run directory: {e}", file=sys.stderr, flush=True)
+            if clock.monotonic() >= deadline:
+                raise
+            clock.sleep(RETRY_S)
+
+
+def leave(backend: Backend, e: OSError) -> int:
+    """Give the nodes back, and the run another chance; returns the exit code."""
+    job_id = backend.own_job_id(os.environ)
+    if job_id is not None and int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0) < REQUEUES:
+        with contextlib.suppress(ClusterTrainError):
+            backend.requeue(job_id)
+            print(f"clustertrain batch: requeued: {e}", file=sys.stderr, flush=True)
+            return EXIT_STOPPED
+    print(f"clustertrain batch: {e}", file=sys.stderr, flush=True)
+    return EXIT_FAILED

@@ -1,0 +1,119 @@
+"""What others do to a run: slurmctld goes away, an administrator requeues, signals or shortens the job, the batch
+process is killed, the disk is read-only for a while. The run goes on, and its ending has the name of the cause."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.slurm
+ONE = ("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", "--time", "60")
+
+
+@pytest.fixture
+def controller(cluster: Any) -> Iterator[Any]:
+    """slurmctld is back after the test."""
+    yield cluster
+    cluster.up()
+
+
+def job_log(run: Run) -> str:
+    return (run.path / "job.log").read_text(errors="replace")
+
+
+def test_without_slurmctld_runs_wait_for_it_and_are_cancelled_all_the_same(
+    controller: Any, submitted: Callable[..., Run], recipe: Path
+) -> None:
+    requeued, preempted, cancelled = everyone = [submitted(*ONE, str(recipe)) for _ in range(3)]
+    runs.at_step(5, dict.fromkeys(everyone, lambda _: None))
+    controller.run("sbatch", "-p", "high", "-w", preempted.status()["attempts"][0]["nodes"][0], *PREEMPTOR)
+    seen = controller.run("squeue", "-h", "-j", preempted.job_id, "-O", "PreemptTime", check=False)
+    controller.wait_for(
+        lambda: controller.run("squeue", "-h", "-j", preempted.job_id, "-O", "PreemptTime").stdout.strip() != "N/A",
+        30,
+        f"the preemption: {seen.stdout}",
+    )
+    controller.stop_controller()
+    # What was asked for, though nobody answers.
+    requeued.call("requeue", requeued.id)
+    said = json.loads(cancelled.call("cancel", cancelled.id, "--json").stdout)
+    assert said["state"] == "cancelling"
+    shown = cancelled.call("list")
+    assert shown.stdout.count("gave no answer") == 1
+    controller.wait_for(lambda: ended(cancelled) == ["cancelled"], 60, "the end of the cancelled attempt")
+    for run in (requeued, preempted):
+        controller.wait_for(
+            lambda r=run: "asked again" in job_log(r), 90, f"a question without an answer: {job_log(run)}"
+        )
+    controller.up()
+    for run in (requeued, preempted):
+        run.complete()
+        assert run.endings() == ["preempted", "completed"], run.explain()
+    assert cancelled.wait_until_final()["state"] == "cancelled"
+    assert cancelled.endings() == ["cancelled"]
+
+
+PREEMPTOR = ("-N1", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+
+
+def ended(run: Run) -> list[str]:
+    """By the run's own files."""
+    lines = [line for path in run.path.glob("attempts/*/events/batch.jsonl") for line in path.read_text().splitlines()]
+    return [e["ending"] for e in map(json.loads, lines) if e["event"] == "ended"]
+
+
+def batch_of(run: Run) -> psutil.Process:
+    record = json.loads((run.path / "attempts/1/attempt.json").read_text())
+    return psutil.Process(record["pid"])
+
+
+def test_the_ending_has_the_name_of_what_was_done_from_outside(
+    cluster: Any, submitted: Callable[..., Run], recipe: Path
+) -> None:
+    requeued, signalled, shortened, killed = (submitted(*ONE, str(recipe)) for _ in range(4))
+    acts = {
+        requeued: lambda run: cluster.run("scontrol", "requeue", run.job_id),
+        signalled: lambda run: cluster.run("scancel", "-s", "TERM", run.job_id),
+        shortened: lambda run: cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=2"),
+        killed: lambda run: batch_of(run).send_signal(signal.SIGKILL),
+    }
+    runs.at_step(5, acts)
+    for run, ending in ((requeued, "preempted"), (signalled, "signal"), (shortened, "time_limit"), (killed, "unknown")):
+        run.complete()
+        assert run.endings() == [ending, "completed"], run.explain()
+    for run, words in ((requeued, "scontrol requeue"), (signalled, "SIGTERM"), (killed, "batch process was killed")):
+        assert words in run.status()["attempts"][0]["reason"]
+
+
+def test_a_run_directory_that_is_read_only_at_the_start_is_waited_for(
+    cluster: Any, submitted: Callable[..., Run], recipe: Path
+) -> None:
+    run = submitted(*ONE, str(recipe))
+    run.wait_for_step(5)
+    run.call("requeue", run.id)
+    attempts = run.path / "attempts"
+    cluster.wait_for(
+        lambda: cluster.run("squeue", "-h", "-j", run.job_id, "-o", "%T").stdout.strip() == "PENDING", 60, "the requeue"
+    )
+    _mount("--bind", attempts, attempts)
+    try:
+        _mount("-o", "remount,ro,bind", attempts)
+        cluster.wait_for(lambda: "waiting for the run directory" in job_log(run), 60, "the next start")
+    finally:
+        subprocess.run(["umount", "--lazy", attempts], check=True)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+
+
+def _mount(*words: str | Path) -> None:
+    subprocess.run(["mount", *words], check=True)
