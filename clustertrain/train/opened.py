@@ -14,6 +14,7 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
@@ -125,8 +126,9 @@ class Opened:
         for loader in self._loaders:
             loader.close()
         try:
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                self._leave_in_order()
+            wants_another_start = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+            if error is None or wants_another_start or (isinstance(error, SystemExit) and not error.code):
+                self._leave_in_order(stopped=wants_another_start)
             elif self._leaving.explains(error):
                 self._keeping.close()
                 self._result.stopped()
@@ -138,19 +140,18 @@ class Opened:
         finally:
             self._close(t_begin)
 
-    def _leave_in_order(self) -> None:
+    def _leave_in_order(self, *, stopped: bool) -> None:
         self._metrics.close()
         if self._result.ending != "stopped":
             self._agreement.drain()
-            late = False
             try:
                 self._keeping.settle()  # of a loop that was left before its last step
             except TooLate as e:
                 self._keeping.given_up(self.step, e)
-                late = True
+                stopped = True
             self._barrier()
             # A loop of the script's own that left because of poll() has not done all its steps.
-            stopped = late or (self._agreement.agreed and not self._finished)
+            stopped = stopped or (self._agreement.agreed and not self._finished)
             self._result.stopped() if stopped else self._result.left()
         mesh.close_groups()
 
