@@ -145,7 +145,7 @@ def _record(
     if record is None:
         return _without_record(rank, exit_code, seen)
     if seen.stop_asked and record["ending"] == "completed" and not record.get("finished", True):
-        return {**record, "ending": "stopped", "why": record.get("why") or _NO_WORD}
+        return {**record, "ending": "stopped", "why": record.get("why") or _NO_WORD, "by_script": True}
     return record
 
 
@@ -162,7 +162,7 @@ def _without_record(rank: int, exit_code: int | None, seen: Seen) -> Mapping[str
         if left is not None:
             return left
         if seen.stop_asked:
-            return {"rank": rank, "ending": "stopped", "why": _NO_WORD}
+            return {"rank": rank, "ending": "stopped", "why": _NO_WORD, "by_script": True}
         words = (
             "ended with exit code 0 before its script had returned (os._exit?)\n"
             "  fix: let the script return or call sys.exit(0), so that what it has done counts"

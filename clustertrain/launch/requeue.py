@@ -183,6 +183,10 @@ def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> D
     return Decision("requeue", verdict.reason, EXIT_STOPPED)
 
 
+def _own(attempt: Attempt) -> bool:
+    return attempt.by_script and attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
+
+
 def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
     """Why the run must not go on, or None. Only a newer committed step refills a budget."""
     if len(history) > max_requeues:
@@ -192,8 +196,8 @@ def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> 
         if attempt.progressed:
             break
         since.append(attempt)
-    # A preemption before the first step says nothing about the run.
-    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None)]
+    # A preemption before the first step says nothing about the run; nor does a stop of a script that saves by itself.
+    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None) and not _own(a)]
     if len(charged) >= endings.NO_PROGRESS_LIMIT:
         return f"no progress: {len(charged)} attempts in a row committed no newer step"
     same = [a for a in charged if a.ending == ending]

@@ -206,6 +206,13 @@ def test_a_preemption_before_the_first_step_is_not_charged() -> None:
     assert action(endings.PREEMPTED, history) == "requeue"
 
 
+def test_a_script_that_saves_by_itself_gets_as_many_time_limits_as_it_needs() -> None:
+    history = [attempt(n, endings.TIME_LIMIT, first_step=None, last_step=None, by_script=True) for n in range(1, 9)]
+    assert action(endings.TIME_LIMIT, history) == "requeue"
+    unknown = [attempt(n, endings.UNKNOWN, by_script=True) for n in range(1, 4)]
+    assert action(endings.UNKNOWN, unknown) == "stop"
+
+
 def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None:
     names = [endings.UNKNOWN, endings.COMMUNICATION, endings.HANG] * 2
     decision = decide(Verdict(names[-1], "…"), [attempt(n + 1, e) for n, e in enumerate(names)], 50)
