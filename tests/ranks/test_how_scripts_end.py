@@ -161,3 +161,25 @@ def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Cal
     assert first["state"] == "unknown", first
     assert f"the agent on {node} was killed" in first["reason"]
     assert first["requeued"] == "requeue"
+
+
+STOPS_RANK_1 = """
+import os, signal
+import torch
+import torch.distributed as dist
+import clustertrain as ct
+
+with ct.session(timeout_s=5.0) as s:
+    for step in s.steps(total=4):
+        if step == 2 and s.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_hang_is_named_after_the_rank_that_was_stopped(submitted: Callable[..., Run]) -> None:
+    run = submitted(STOPS_RANK_1, "--nodes", "1", "--gpus", "2", "--max-requeues", "0")
+    (attempt,) = run.wait_until_final()["attempts"]
+    assert attempt["state"] == "hang"
+    assert "rank 0 waited in a collective until it timed out, at step 3; rank 1 did not come" in attempt["reason"]
+    assert "its process stopped (SIGSTOP" in attempt["reason"]
