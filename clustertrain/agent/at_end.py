@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 # Longer than a server takes to answer the last request of an upload.
 PATIENCE_S = 600.0
+ENOUGH_S = 60.0  # where the job is being ended anyway
 LOOK_S = 10.0
 # Of a core, for all that is left on the node: a process that sleeps uses none, threads that poll use less.
 _IDLE_SHARE = 0.005
@@ -33,3 +34,7 @@ class AtEnd:
             return False
         self._since = looked if self._since is None else self._since
         return now - self._since >= PATIENCE_S
+
+    def hung_until(self, now: float) -> bool:
+        """Whether what is left has done nothing for so long that it was hanging when it was ended from outside."""
+        return self._since is not None and now - self._since >= ENOUGH_S

@@ -208,7 +208,7 @@ class Agent:
             if self.signals.first and self.stopping is None:
                 self._heed_signals()
             if self.aborted:
-                watched.note_stopped()
+                watched.give_up(clock.monotonic())
             if self.aborted or watched.over(clock.monotonic()):
                 return
             _doze(child)

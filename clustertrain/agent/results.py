@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
-from clustertrain.agent.at_end import PATIENCE_S
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from clustertrain.run import hangs
 from clustertrain.run.beat import Beat, phase_name
@@ -152,9 +151,7 @@ def _record(
 def _without_record(rank: int, exit_code: int | None, seen: Seen) -> Mapping[str, Any]:
     left = seen.left.get(rank)
     if rank in seen.hung:
-        words = (
-            f"rank {rank} did nothing for {PATIENCE_S / 60:.0f} minutes after all others had completed, and was ended"
-        )
+        words = f"rank {rank} did nothing any more after all others had completed, and was ended"
         if left is not None:
             return {**left, "why": f"all steps were done; {words}"}
         return _no_word(rank, "hang", {"type": "hang", "message": words}) | {"ended_by_agent": True}

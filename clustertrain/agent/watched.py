@@ -39,7 +39,7 @@ class Watched:
             self.ended_at = self.ended_at or now
         if self._failed_at is None and any(r["ending"] == "failed" for r in records.values()):
             self._failed_at = now
-            self.note_stopped()
+            self._note_stopped()
         if now >= self._next_at_end and self.ended_at is None:
             self._next_at_end = now + LOOK_S
             self._look_at_the_end(now, records)
@@ -48,8 +48,13 @@ class Watched:
         """Whether torchrun has no reason left to live."""
         return bool(self.hung) or _past(self._failed_at, AFTER_FAILURE_S, now) or _past(self.ended_at, AFTER_END_S, now)
 
-    def note_stopped(self) -> None:
-        """Before the ranks are ended: whose process is stopped."""
+    def give_up(self, now: float) -> None:
+        """Before the ranks are ended from outside."""
+        self._note_stopped()
+        if self._at_end.hung_until(now):
+            self.hung = frozenset(self._ranks) - read_ranks(self._folder, self._ranks).keys()
+
+    def _note_stopped(self) -> None:
         import psutil
 
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

@@ -183,13 +183,10 @@ def test_an_exit_of_0_without_a_record_counts_as_what_the_session_said(seen: See
 def test_a_rank_that_hung_at_its_end_is_complete_where_all_its_steps_were_done() -> None:
     found = judge("a", 0, [0, 1], {0: completed(0, True)}, Seen(left={1: completed(1, True)}, hung=frozenset({1})))
     assert found.ending == "completed"
-    assert (
-        found.why
-        == "all steps were done; rank 1 did nothing for 10 minutes after all others had completed, and was ended"
-    )
+    assert found.why == "all steps were done; rank 1 did nothing any more after all others had completed, and was ended"
     plain = judge("a", 0, [0, 1], {0: completed(0, False)}, Seen(hung=frozenset({1})))
     assert (plain.ending, plain.kind) == ("failed", "hang")
-    assert plain.message == "rank 1 did nothing for 10 minutes after all others had completed, and was ended (a)"
+    assert plain.message == "rank 1 did nothing any more after all others had completed, and was ended (a)"
 
 
 def timed_out(rank: int) -> dict[str, Any]:

@@ -76,6 +76,18 @@ def test_while_another_node_is_at_work_nobody_hangs_at_its_end(tmp_path: Path, t
     assert not hung_after_patience(watched(tmp_path, torchrun, others_done=False))
 
 
+@pytest.mark.parametrize(("waited_s", "hung"), [(20.0, set()), (70.0, {5})])
+def test_a_rank_that_hangs_at_its_end_when_the_time_limit_comes(
+    tmp_path: Path, torchrun: int, waited_s: float, hung: set[int]
+) -> None:
+    record(tmp_path, 4, "completed")
+    one = watched(tmp_path, torchrun)
+    one.look(0.0)
+    one.look(10.0)
+    one.give_up(waited_s)
+    assert one.hung == hung
+
+
 def test_a_stopped_process_is_seen_when_its_peer_has_failed(tmp_path: Path, torchrun: int) -> None:
     one = watched(tmp_path, torchrun)
     one.look(0.0)
