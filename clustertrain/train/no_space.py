@@ -15,6 +15,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_WORDS = ("no space left on device", "disk quota exceeded")
 # torch.save with a path: torch 2.13 writes through a C++ stream, which knows that it failed but not why.
 _STREAM_WORDS = ("pytorchstreamwriter", "unexpected pos", "iostream error")
+_SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 1 << 20
 _MOST_FRAMES = 64
 
@@ -46,14 +47,16 @@ def is_failed_write(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """What was full, and what to do."""
+    """What was full, and what to do; empty where ``error`` is neither :func:`is_full` nor :func:`is_failed_write`."""
+    if not is_full(error):
+        return "torch could not write a file\n  fix: look at the disk that it was for" if is_failed_write(error) else ""
     named = next((str(e.filename) for e in chain(error) if isinstance(e, OSError) and e.filename), None)
     place = full_place(error)
     where = f"the disk of {place}" if place is not None else named or "a disk or quota"
-    return (
-        f"{where} is full\n  fix: make room there (see `df -h`, `df -i` and your quota) or write somewhere else, then "
-        "continue the run with `clustertrain requeue`"
-    )
+    fix = "make room there (see `df -h`, `df -i` and your quota) or write somewhere else"
+    if place == _SHARED_MEMORY:
+        fix = "use fewer workers of data loaders, or give the container more shared memory"
+    return f"{where} is full\n  fix: {fix}, then continue the run with `clustertrain requeue`"
 
 
 def full_place(error: BaseException) -> Path | None:
@@ -84,7 +87,7 @@ def _places(error: BaseException) -> Iterator[Path]:
     for name in (settings.RUN_DIR, settings.USER_HOME):
         if os.environ.get(name):
             yield Path(os.environ[name])
-    yield from (Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"))
+    yield from (Path.cwd(), Path(tempfile.gettempdir()), _SHARED_MEMORY)
 
 
 def _of_frames(error: BaseException) -> Iterator[Path]:

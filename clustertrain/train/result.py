@@ -126,8 +126,8 @@ class RankResult:
         kind = kind_of(error)
         code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
         said = [str(error), *getattr(error, "__notes__", ())]
-        if not isinstance(error, ClusterTrainError) and no_space.is_full(error):
-            said.append(no_space.advice(error))
+        if not isinstance(error, ClusterTrainError) and (advice := no_space.advice(error)):
+            said.append(advice)
         told = {
             "type": type(error).__name__,
             "message": "\n".join(said),
