@@ -156,7 +156,7 @@ def tell(argv: Sequence[str], data: bytes, *, timeout_s: float, given_up: Callab
             raise CommandFailed(f"{argv[0]} failed with exit code {child.returncode}: {words}")
 
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
@@ -165,6 +165,17 @@ def adopt_orphans() -> None:
     torchrun starts each rank in a session of its own: neither a process group nor a session holds them all.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(pid: int) -> None:
+    """Have the kernel kill this process as soon as its parent ``pid`` is dead. A parent that is killed cannot end what
+    it has started, and torchrun and the ranks would go on with nobody to watch them.
+
+    The parent must have started this process from a thread that lasts, its main thread: the end of that thread counts.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != pid:  # it died before that
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def descendants() -> list[psutil.Process]:

@@ -28,8 +28,22 @@ RANK_DIR = "CLUSTERTRAIN_RANK_DIR"
 DEVICE = "CLUSTERTRAIN_DEVICE"
 LOCAL_JOB = "CLUSTERTRAIN_LOCAL_JOB"  # the local backend's job folder
 RANK_CPUS = "CLUSTERTRAIN_RANK_CPUS"  # `0,1;2,3`: the processors of each local rank, where they are bound
+LAUNCHER_PID = "CLUSTERTRAIN_LAUNCHER_PID"  # of torchrun, the parent of each rank
 INTERNAL = frozenset(
-    {RUN_DIR, ATTEMPT, NONCE, NODE, NODE_RANK, NODE_LIST, RANK_DIR, DEVICE, LOCAL_JOB, RANK_CPUS, WEBHOOK}
+    {
+        RUN_DIR,
+        ATTEMPT,
+        NONCE,
+        NODE,
+        NODE_RANK,
+        NODE_LIST,
+        RANK_DIR,
+        DEVICE,
+        LOCAL_JOB,
+        RANK_CPUS,
+        LAUNCHER_PID,
+        WEBHOOK,
+    }
 )
 
 # Of others.

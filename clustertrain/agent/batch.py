@@ -365,6 +365,7 @@ class Batch:
 
     def _close(self, verdict: Verdict, evidence: Evidence) -> None:
         steps = [r["step"] for r in evidence.results.values() if r.get("step") is not None]
+        ranks = [rank for r in evidence.results.values() for rank in r.get("ranks") or ()]
         self.log.write(
             "ended",
             ending=verdict.ending,
@@ -372,6 +373,7 @@ class Batch:
             last_step=max(steps, default=None),
             job_id=self.job_id,
             step_exit=evidence.step_exit,
+            by_script=any(rank.get("by_script") for rank in ranks),
         )
 
 

@@ -18,20 +18,20 @@ from clustertrain.agent import rendezvous, torchrun
 from clustertrain.agent.batch_watch import NO_ANSWER_S, BatchWatch
 from clustertrain.agent.place import Place, place_from
 from clustertrain.agent.recording import HURRIED_STOP_S, STOP_S, Recording
-from clustertrain.agent.results import NodeResult, judge, read_ranks
+from clustertrain.agent.results import NodeResult, Seen, judge, read_left, read_ranks
 from clustertrain.agent.signals import Signals
 from clustertrain.agent.surroundings import Job, look
-from clustertrain.agent.torchrun import AFTER_FAILURE_S
 from clustertrain.agent.tracking import HURRIED_STOP_S as HURRIED_TRACKING_S
 from clustertrain.agent.tracking import STOP_S as TRACKING_S
 from clustertrain.agent.tracking import Tracking
+from clustertrain.agent.watched import Watched
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
+from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch
-AFTER_END_S = 20.0
 
 
 class Agent:
@@ -43,6 +43,7 @@ class Agent:
         self.log = EventLog(place.attempt.events_of(f"agent-{place.node}"))
         self.rank_dir = Path(tempfile.mkdtemp(prefix=f"clustertrain-{place.run.id}-"))
         self.stopping: str | None = None
+        self.stop_came_first: bool | None = None  # whether somebody had asked to stop when all ranks had ended
         self.deadline = deadlines.read(place.attempt.deadline)
         self.aborted = False
         self.taken_over: int | None = None  # by which attempt
@@ -101,20 +102,39 @@ class Agent:
             error = {"type": type(e).__name__, "message": str(e)}
             return judge(p.node, p.node_rank, p.ranks, {r: _failed(r, kind, error) for r in p.ranks})
         self.log.write("ranks_started", world_size=len(p.nodes) * p.ranks_per_node, rendezvous=meeting.id)
+        watched = Watched(self.rank_dir, p.ranks, child.pid, self._others_done)
         try:
-            self._watch(child)
+            self._watch(child, watched)
         finally:
+            exit_code = child.poll()
             proc.kill_descendants(spare=self.tracking.pid)
             child.wait()
-        tail = _tail(self._launcher_log) if child.returncode else None
-        found = judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), log_tail=tail)
-        return found if self.taken_over is None else self._no_longer_owner(found, self.taken_over)
+        seen = Seen(
+            launcher=exit_code,
+            log_tail=_tail(self._launcher_log) if exit_code else None,
+            stop_asked=self._hurried() if self.stop_came_first is None else self.stop_came_first,
+            left=read_left(self.rank_dir, p.ranks),
+            beats=beat.Reader(self.rank_dir, p.ranks).read(),
+            stopped=watched.stopped,
+            hung=watched.hung,
+        )
+        result = judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), seen)
+        if self.taken_over is not None:
+            return self._no_longer_owner(result, self.taken_over)
+        if result.ending == "stopped" and self.stopping is None and self.signals.first is not None:
+            # A script that heeds signals by itself need not wait until this agent stops the ranks.
+            self.log.write("signal", node=p.node, source=self._signal_source())
+        return result
 
     def _no_longer_owner(self, found: NodeResult, newer: int) -> NodeResult:
         """That the ranks were ended is no failure of theirs."""
         why = f"taken over by attempt {newer}"
         print(f"clustertrain agent on {self.place.node}: {why}", file=sys.stderr, flush=True)
         return replace(found, ending="stopped", kind=None, message=None, why=why, exit_code=EXIT_NO_REQUEUE)
+
+    def _others_done(self) -> bool:
+        results = (fsio.peek_json(self.place.attempt.result_of(n)) for n in self.place.nodes if n != self.place.node)
+        return all(result is not None and result["ending"] == "completed" for result in results)
 
     @property
     def _launcher_log(self) -> Path:
@@ -188,27 +208,24 @@ class Agent:
         other = p.nodes[1] if p.node_rank == 0 else meeting.host
         return interface_towards(rendezvous.resolve(rendezvous.Rendezvous(other, meeting.port, ""), p.node))
 
-    def _watch(self, child: Any) -> None:
+    def _watch(self, child: Any, watched: Watched) -> None:
         """Until torchrun has ended, or has no reason left to live."""
-        ended_at: float | None = None
-        failed_at: float | None = None
         next_look = 0.0
         while child.poll() is None:
             if clock.monotonic() >= next_look:
                 next_look = clock.monotonic() + 10 * POLL_S
-                records = read_ranks(self.rank_dir, self.place.ranks)
-                if len(records) == self.place.ranks_per_node:
-                    ended_at = ended_at or clock.monotonic()
-                if any(r["ending"] == "failed" for r in records.values()):
-                    failed_at = failed_at or clock.monotonic()
+                watched.look(clock.monotonic())
+                if watched.ended_at is not None and self.stop_came_first is None:
+                    self.stop_came_first = self._hurried()
                 self._look_for_stop()
                 self._look_for_newer_attempt()
                 self._look_for_batch()
                 self.tracking.look()
             if self.signals.first and self.stopping is None:
                 self._heed_signals()
-            waited = clock.monotonic()
-            if self.aborted or _past(failed_at, AFTER_FAILURE_S, waited) or _past(ended_at, AFTER_END_S, waited):
+            if self.aborted:
+                watched.give_up(clock.monotonic())
+            if self.aborted or watched.over(clock.monotonic()):
                 return
             _doze(child)
 
@@ -237,12 +254,17 @@ class Agent:
             self.batch.settle()
 
     def _heed_signals(self) -> None:
-        if self.deadline is None or not self.deadline.explains(self.signals.received, clock.now()):
-            self._stop_ranks(f"signal:{self.signals.first}", self.place.grace_s)
+        if self._signal_source() != "deadline":
+            self._stop_ranks(self._signal_source(), self.place.grace_s)
         elif self.place.node_rank == 0 and not self.place.attempt.warned.exists():
             # A preemption announced by the same signal is known to the scheduler alone, which batch will ask.
             with contextlib.suppress(OSError):  # a full disk; the next round tries again
                 fsio.write_json(self.place.attempt.warned, {"t": clock.now()})
+
+    def _signal_source(self) -> str:
+        """Whose request the signals are."""
+        explained = self.deadline is not None and self.deadline.explains(self.signals.received, clock.now())
+        return "deadline" if explained else f"signal:{self.signals.first}"
 
     def _stop_ranks(self, source: str, grace_s: float | None) -> None:
         """Tell the ranks, and by when they must have left: the grace time, and the end of the allocation anyway."""
@@ -266,11 +288,7 @@ def _failed(rank: int, kind: str, error: dict[str, str]) -> dict[str, Any]:
     return {"rank": rank, "ending": "failed", "kind": kind, "exit_code": EXIT_CONFIG, "error": error}
 
 
-def _past(since: float | None, allowed_s: float, now: float) -> bool:
-    return since is not None and now - since > allowed_s
-
-
-def _tail(log: Path, size: int = 4096) -> str:
+def _tail(log: Path, size: int = 65_536) -> str:
     try:
         return log.read_bytes()[-size:].decode(errors="replace")
     except OSError:

@@ -17,7 +17,7 @@ import msgspec
 
 from clustertrain import clock, proc, settings
 from clustertrain.agent import rendezvous, scratch, torchrun
-from clustertrain.agent.results import NodeResult, judge, read_ranks
+from clustertrain.agent.results import NodeResult, Seen, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.launch import data
 from clustertrain.launch.request import Prepared
@@ -141,12 +141,14 @@ def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, 
         child = proc.start(argv, env=env, log=log, new_session=True)
         in_time = clock.wait_until(lambda: child.poll() is not None or given_up(), TRIAL_TIMEOUT_S, POLL_S)
     finally:
+        exit_code = child.poll()
         proc.kill_descendants()
-    failed = child.wait() != 0
+    child.wait()
     if not in_time:
         raise ClusterTrainError(f"the ranks took longer than {TRIAL_TIMEOUT_S:g} s")
     said = log.read_text(errors="replace")
-    return judge("this machine", 0, ranks, read_ranks(run.path, ranks), log_tail=said if failed else None), said
+    seen = Seen(launcher=exit_code, log_tail=said if exit_code != 0 else None)
+    return judge("this machine", 0, ranks, read_ranks(run.path, ranks), seen), said
 
 
 class _GivenUp:

@@ -5,21 +5,47 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from clustertrain.run import hangs
+from clustertrain.run.beat import Beat, phase_name
 
 # Which kind of failure explains the others: a rank that raised or crashed makes its peers' collectives fail.
-_EXPLAINS = ("environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "communication")
+_EXPLAINS = (
+    "environment", "out_of_memory", "user_error", "device", "storage", "hang", "crashed", "exited", "communication"
+)  # fmt: skip
 # torchrun says so when it had started the ranks and they died: then they explain the failure, not torchrun.
 _RANKS_DIED = "ChildFailedError"
-_DIED_OF = re.compile(r"\brank +: (\d+)\b.*\n +exitcode +: -(\d+)\b")
+_TABLE = "Failures:"  # of torchrun, with all ranks of the node that did not exit with 0
+_EXIT_CODE = re.compile(r"\brank +: (\d+)\b.*\n +exitcode +: (-?\d+)\b")
 # What a process does to itself. Not SIGABRT: NCCL's watchdog aborts a rank whose peer is gone.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
+_NO_WORD = "the script ended with exit code 0 after it was asked to stop, and no session said that it was done"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the agent saw of its ranks besides their records.
+
+    ``launcher``: the exit code of torchrun (negative: the signal that killed it), None where the agent ended it.
+    ``log_tail``: the end of what torchrun printed: where it failed before any rank began, nothing else tells why, nor
+    does anything else tell how a rank without a record ended. ``left``: the ranks whose session was left with all steps
+    done. ``stopped``: the ranks whose processes were stopped, as by SIGSTOP, when another one failed. ``hung``: the
+    ranks that the agent ended because they did nothing any more after all others had completed.
+    """
+
+    launcher: int | None = None
+    log_tail: str | None = None
+    stop_asked: bool = False  # before the ranks had ended
+    left: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    beats: Mapping[int, Beat] = field(default_factory=dict)
+    stopped: frozenset[int] = frozenset()
+    hung: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -27,8 +53,8 @@ class NodeResult:
     node: str
     node_rank: int
     ending: str  # completed, stopped, failed
-    # Of a failure: environment, out_of_memory, user_error, device, storage, hang, crashed, communication, launcher,
-    # killed or unknown.
+    # Of a failure: environment, out_of_memory, user_error, device, storage, hang, crashed, exited, communication,
+    # launcher, killed or unknown.
     kind: str | None
     exit_code: int
     step: int | None
@@ -44,7 +70,16 @@ class NodeResult:
 
 def read_ranks(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
     """The records that exist, by rank."""
-    found = {r: fsio.read_json(folder / f"rank-{r}.json") for r in ranks}
+    return _read(folder, "rank", ranks)
+
+
+def read_left(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """By rank, what a session that was left with all steps done has written: the record, if nothing happens to it."""
+    return _read(folder, "left", ranks)
+
+
+def _read(folder: Path, name: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    found = {r: fsio.read_json(folder / f"{name}-{r}.json") for r in ranks}
     return {r: record for r, record in found.items() if record is not None}
 
 
@@ -53,15 +88,12 @@ def judge(
     node_rank: int,
     ranks: Sequence[int],
     records: Mapping[int, Mapping[str, Any]],
-    log_tail: str | None = None,
+    seen: Seen = Seen(),
 ) -> NodeResult:
-    """One verdict for the node. A rank without a record crashed or was killed; "completed" needs all of them.
-
-    ``log_tail`` is the end of what torchrun printed: where it failed before any rank began, nothing else tells why, nor
-    does anything else tell of what a rank without a record died.
-    """
-    crashes = _crashes(log_tail or "")
-    full = [records.get(r) or _without_record(r, crashes.get(r)) for r in ranks]
+    """One verdict for the node. A rank without a record ended by itself, crashed or was killed; "completed" needs all
+    of them."""
+    codes = _exit_codes(seen, ranks)
+    full = [{**_record(r, records, codes.get(r), seen), "last_seen": _last_seen(r, seen)} for r in ranks]
     endings = {str(r["ending"]) for r in full}
     steps = [int(r["step"]) for r in full if r.get("step") is not None]
     committed = [int(r["committed_step"]) for r in full if r.get("committed_step") is not None]
@@ -76,41 +108,95 @@ def judge(
     }
     if endings == {"completed"}:
         return NodeResult(ending="completed", kind=None, exit_code=EXIT_DONE, message=None, **common)
-    if endings == {"stopped"}:
+    if "failed" not in endings:
         return NodeResult(ending="stopped", kind=None, exit_code=EXIT_STOPPED, message=None, **common)
-    said_by_torchrun = _launcher_failure(log_tail) if log_tail and not records else None
-    if said_by_torchrun is not None:
-        kind, line = said_by_torchrun
-        message = f"torchrun on {node} failed: {line} (see logs/agent-{node}.log)"
-        return NodeResult(ending="failed", kind=kind, exit_code=EXIT_FAILED, message=message, **common)
-    failed = [r for r in full if r["ending"] == "failed"] or full
-    kinds = {str(r.get("kind") or "unknown") for r in failed}
-    kind = next((k for k in (*_EXPLAINS, "killed") if k in kinds), "unknown")
-    culprit = next((r for r in failed if (r.get("kind") or "unknown") == kind), failed[0])
-    error = culprit.get("error")
-    said = f"{error['type']}: {error['message']}" if error else "it was killed before it could say why"
-    message = f"rank {culprit['rank']} on {node}: {said}"
+    kind, message = _launcher_failure(node, seen, records) or _rank_failure(node, full)
     code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
     return NodeResult(ending="failed", kind=kind, exit_code=code, message=message, **common)
 
 
-def _crashes(tail: str) -> dict[int, str]:
-    """The signal's name, by rank."""
-    found = {int(rank): int(number) for rank, number in _DIED_OF.findall(tail)}
-    return {rank: signal.Signals(number).name for rank, number in found.items() if number in _CRASHES}
+def _rank_failure(node: str, full: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Kind and message of the rank that explains the failure."""
+    failed = [r for r in full if r["ending"] == "failed"]
+    kinds = {str(r.get("kind") or "unknown") for r in failed}
+    kind = next((k for k in (*_EXPLAINS, "killed") if k in kinds), "unknown")
+    if kind == "hang":
+        return kind, hangs.words({node: full})
+    culprit = next((r for r in failed if (r.get("kind") or "unknown") == kind), failed[0])
+    error = culprit.get("error")
+    said = f"{error['type']}: {error['message']}" if error else "it was killed before it could say why"
+    return kind, f"rank {culprit['rank']} on {node}: {said}"
 
 
-def _without_record(rank: int, crash: str | None) -> dict[str, Any]:
-    error = {"type": crash, "message": f"the stacks of its threads are at the end of logs/rank-{rank}.log"}
-    kind = "killed" if crash is None else "crashed"
-    return {"rank": rank, "ending": "failed", "kind": kind, "error": None if crash is None else error}
+def _exit_codes(seen: Seen, ranks: Sequence[int]) -> dict[int, int]:
+    """By rank, as torchrun saw them (negative: of a signal); without those that are not known."""
+    tail = seen.log_tail or ""
+    found = {int(rank): int(code) for rank, code in _EXIT_CODE.findall(tail)}
+    if seen.launcher == 0 or (_RANKS_DIED in tail and _TABLE in tail):
+        found = dict.fromkeys(ranks, 0) | found
+    return found
 
 
-def _launcher_failure(tail: str) -> tuple[str, str] | None:
-    """The kind and the last line of words of a torchrun that failed by itself; None where it does not say so."""
-    lines = [line.strip() for line in tail.splitlines() if any(c.isalnum() for c in line)]
-    if not lines:
+def _record(
+    rank: int, records: Mapping[int, Mapping[str, Any]], exit_code: int | None, seen: Seen
+) -> Mapping[str, Any]:
+    record = records.get(rank)
+    if record is None:
+        return _without_record(rank, exit_code, seen)
+    if seen.stop_asked and record["ending"] == "completed" and not record.get("finished", True):
+        return {**record, "ending": "stopped", "why": record.get("why") or _NO_WORD, "by_script": True}
+    return record
+
+
+def _without_record(rank: int, exit_code: int | None, seen: Seen) -> Mapping[str, Any]:
+    left = seen.left.get(rank)
+    if rank in seen.hung:
+        words = f"rank {rank} did nothing any more after all others had completed, and was ended"
+        if left is not None:
+            return {**left, "why": f"all steps were done; {words}"}
+        return _no_word(rank, "hang", {"type": "hang", "message": words}) | {"ended_by_agent": True}
+    if exit_code == 0:
+        if left is not None:
+            return left
+        if seen.stop_asked:
+            return {"rank": rank, "ending": "stopped", "why": _NO_WORD, "by_script": True}
+        words = (
+            "ended with exit code 0 before its script had returned (os._exit?)\n"
+            "  fix: let the script return or call sys.exit(0), so that what it has done counts"
+        )
+        return _no_word(rank, "user_error", {"type": "no result", "message": words})
+    if exit_code is not None and exit_code > 0:
+        words = f"ended with exit code {exit_code} without an error of Python's (os._exit?): see logs/rank-{rank}.log"
+        return _no_word(rank, "exited", {"type": "no result", "message": words})
+    if exit_code is not None and -exit_code in _CRASHES:
+        words = f"the stacks of its threads are at the end of logs/rank-{rank}.log"
+        return _no_word(rank, "crashed", {"type": signal.Signals(-exit_code).name, "message": words})
+    return _no_word(rank, "killed", None)
+
+
+def _no_word(rank: int, kind: str, error: dict[str, str] | None) -> dict[str, Any]:
+    return {"rank": rank, "ending": "failed", "kind": kind, "error": error}
+
+
+def _last_seen(rank: int, seen: Seen) -> dict[str, Any] | None:
+    """Where the rank was by its own beat; ``step``: steps done."""
+    beat = seen.beats.get(rank)
+    at = {} if beat is None else {"step": beat.step, "phase": phase_name(beat.phase)}
+    stopped = {"stopped": True} if rank in seen.stopped else {}
+    return {**at, **stopped} or None
+
+
+def _launcher_failure(node: str, seen: Seen, records: Mapping[int, Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Kind and message of a torchrun that was killed or failed by itself; None where the ranks explain the failure."""
+    code = seen.launcher or 0
+    if code < 0 and not any(r["ending"] == "failed" for r in records.values()):
+        return "launcher", f"torchrun on {node} was killed by {signal.Signals(-code).name}"
+    if code <= 0 or records:
         return None
-    if any(words in tail.lower() for words in _PORT_TAKEN):
-        return "communication", lines[-1]
-    return None if _RANKS_DIED in tail else ("launcher", lines[-1])
+    tail = seen.log_tail or ""
+    lines = [line.strip() for line in tail.splitlines() if any(c.isalnum() for c in line)]
+    port_taken = any(words in tail.lower() for words in _PORT_TAKEN)
+    if not lines or (_RANKS_DIED in tail and not port_taken):
+        return None
+    message = f"torchrun on {node} failed: {lines[-1]} (see logs/agent-{node}.log)"
+    return "communication" if port_taken else "launcher", message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +26,15 @@ def command(
     python: str = "",
     log_dir: Path | None = None,
 ) -> list[str]:
-    """The argument list that starts ``ranks`` ranks of this node, each of which runs ``python -m PROGRAM``.
+    """The argument list that starts ``ranks`` ranks of this node, each of which runs ``python -m PROGRAM``. They end
+    with this process, which must start them from its main thread.
 
     Args:
         python: default: the one that runs this.
         log_dir: where torchrun keeps files of its own; default: a new folder in /tmp, which stays when it is killed.
     """
     interpreter = python or sys.executable
-    argv = proc.python_module(interpreter, "torch.distributed.run")
+    argv = proc.python_module(interpreter, "clustertrain.agent.tied", str(os.getpid()), "torch.distributed.run")
     # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
     argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
     argv += [f"--rdzv-id={meeting.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]

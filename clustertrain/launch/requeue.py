@@ -6,13 +6,14 @@ code is none of them: it is 0 after a node failure.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
 from clustertrain.launch.backend import RUNNING, JobView
-from clustertrain.run import endings
+from clustertrain.run import endings, hangs
 from clustertrain.run.attempts import Attempt
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
@@ -69,7 +70,7 @@ def classify(e: Evidence) -> Verdict | None:
         return _ended_from_outside(e)
     if not missing and "failed" not in endings_seen:
         spent = any(r.get("spent") for r in e.results.values())
-        return Verdict(endings.SPENT, _why(e) or "the budget is spent") if spent else _stopped(e)
+        return Verdict(endings.SPENT, _why(e) or "the budget is spent") if spent else _with_why(_stopped(e), e)
     known = _stopped(e) if e.stop_at is not None or e.out_of_time else None
     if known is not None and known.ending not in (endings.UNKNOWN, endings.SIGNAL) and not _hopeless(e):
         # What breaks while everything is being taken down is not the run's fault, and no node is to blame for it.
@@ -80,6 +81,14 @@ def classify(e: Evidence) -> Verdict | None:
 def _why(e: Evidence) -> str:
     """The ranks' own word on it, where they have one."""
     return next((str(r["why"]) for r in e.results.values() if r.get("why")), "")
+
+
+def _with_why(verdict: Verdict, e: Evidence) -> Verdict:
+    """Where the ranks left as a script of the user's own does, which a later start may find to be done."""
+    why = _why(e)
+    if not why:
+        return verdict
+    return replace(verdict, reason=f"{verdict.reason}; {why}" if e.stop_at is not None else why)
 
 
 def _hopeless(e: Evidence) -> bool:
@@ -110,7 +119,7 @@ def _stopped(e: Evidence) -> Verdict:
     asked = e.stop_at or e.now
     if e.out_of_time:
         return Verdict(endings.TIME_LIMIT, "the ranks had not left when the time limit was near; ended by force")
-    if e.end_time is not None and asked >= e.end_time - e.lead_s - NEAR_LIMIT_S:
+    if e.end_time is not None and ("deadline" in e.sources or asked >= e.end_time - e.lead_s - NEAR_LIMIT_S):
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
     source = ", ".join(e.sources) or "an unknown source"
     if e.view is None:
@@ -122,7 +131,7 @@ def _stopped(e: Evidence) -> Verdict:
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
-UNEXPLAINED = frozenset({"crashed", "killed", "device", "storage", "launcher"})
+UNEXPLAINED = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
 _SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
 
 
@@ -138,6 +147,11 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         # An agent that does not see the run directory can't write why; its words are in job.log.
         names = ", ".join(missing)
         return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal=EXIT_CONFIG)
+    killed_by = _signal_of(e.step_exit)
+    if missing and killed_by:
+        # The launcher could wait for the agent's process, so its node is there. Of a lost one it says nothing.
+        names = ", ".join(missing)
+        return Verdict(endings.UNKNOWN, f"the agent on {names} was killed by {killed_by}, and its ranks with it")
     if missing and not e.results:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:
@@ -145,7 +159,7 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
     hung = next((r for r in failed if r.get("kind") == "hang"), None)
     if hung is not None:
-        return Verdict(endings.HANG, str(hung.get("message")))
+        return Verdict(endings.HANG, hangs.words({n: r.get("ranks") or () for n, r in e.results.items()}))
     # These explain the broken collectives of the other ranks, but not themselves.
     unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED), None)
     if unexplained is not None:
@@ -154,6 +168,14 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     if communication is not None:
         return Verdict(endings.COMMUNICATION, str(communication.get("message")))
     return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
+
+
+def _signal_of(exit_code: int) -> str:
+    """The name of the signal that a step launcher's exit code stands for; else empty."""
+    try:
+        return signal.Signals(exit_code - 128).name
+    except ValueError:
+        return ""
 
 
 def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> Decision:
@@ -174,6 +196,10 @@ def decide(verdict: Verdict, history: Sequence[Attempt], max_requeues: int) -> D
     return Decision("requeue", verdict.reason, EXIT_STOPPED)
 
 
+def _own(attempt: Attempt) -> bool:
+    return attempt.by_script and attempt.ending in (endings.PREEMPTED, endings.TIME_LIMIT)
+
+
 def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> str | None:
     """Why the run must not go on, or None. Only a newer committed step refills a budget."""
     if len(history) > max_requeues:
@@ -183,8 +209,8 @@ def budget_spent(ending: str, history: Sequence[Attempt], max_requeues: int) -> 
         if attempt.progressed:
             break
         since.append(attempt)
-    # A preemption before the first step says nothing about the run.
-    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None)]
+    # A preemption before the first step says nothing about the run; nor does a stop of a script that saves by itself.
+    charged = [a for a in since if not (a.ending == endings.PREEMPTED and a.first_step is None) and not _own(a)]
     if len(charged) >= endings.NO_PROGRESS_LIMIT:
         return f"no progress: {len(charged)} attempts in a row committed no newer step"
     same = [a for a in charged if a.ending == ending]

@@ -31,6 +31,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     stopped: str | None  # why the run will not be continued
     trouble: str | None = None  # what of its attempt.json does not read, and was left out
     roll_backs: int = 0  # how often it went back to an earlier checkpoint because training went wrong
+    by_script: bool = False  # it stopped because its script exited with 0 by itself: only that knows what it has saved
     back_to: int | None = None  # the oldest step that it went back to, or restored because newer ones were damaged
 
     @property
@@ -81,6 +82,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
         stopped=_number(events.last(log, "stopped"), "why"),
         trouble=trouble,
         roll_backs=len(list(events.named(log, "rolled_back"))),
+        by_script=_number(ended, "by_script") is True,
         back_to=_back_to(log),
     )
 

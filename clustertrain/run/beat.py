@@ -17,6 +17,11 @@ import msgspec
 PHASES = ("idle", "startup", "restore", "train", "checkpoint", "evaluation", "shutdown")
 IDLE, STARTUP, RESTORE, TRAIN, CHECKPOINT, EVALUATION, SHUTDOWN = range(len(PHASES))
 
+
+def phase_name(code: int) -> str:
+    return PHASES[code] if 0 <= code < len(PHASES) else "unknown"
+
+
 _SHAPE = struct.Struct("<QqqddddqQ")  # the count, the figures, the count again
 
 

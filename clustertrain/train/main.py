@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clustertrain import fsio, settings
-from clustertrain.errors import EXIT_DONE, EXIT_FAILED, ClusterTrainError, ConfigError
+from clustertrain import fsio, proc, settings
+from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir, open_run
 from clustertrain.run.spec import load_spec
 
@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def as_rank(work: Callable[[RunDir | None], None]) -> int:
     """Do ``work`` for the run that the environment names, with the rank's log and its result record around it. Returns
     the exit code as :func:`main`."""
+    launcher = os.environ.pop(settings.LAUNCHER_PID, None)
+    if launcher is not None:
+        proc.die_with_parent(int(launcher))
     folder = os.environ.get(settings.RUN_DIR)
     run = RunDir(Path(folder)) if folder else None
     if run is not None:
@@ -114,6 +117,10 @@ def _attempt(run: RunDir | None, work: Callable[[RunDir | None], None]) -> int:
     except SystemExit as e:
         if not e.code or result.current().ending == "stopped":
             return _done()
+        if e.code == EXIT_STOPPED:
+            result.current().why = f"the script ended with exit code {EXIT_STOPPED}, which asks for another start"
+            result.current().stopped()
+            return EXIT_DONE  # torchrun takes any other code for a failure
         print(e.code if isinstance(e.code, str) else f"the script ended with exit code {e.code}", file=sys.stderr)
         return result.current().failed(e)
     except BaseException as e:  # the process's edge: whatever it is, it must be on record before the rank is gone

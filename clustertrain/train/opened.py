@@ -15,6 +15,7 @@ from torch import nn
 from clustertrain import clock
 from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
@@ -126,8 +127,9 @@ class Opened:
         for loader in self._loaders:
             loader.close()
         try:
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                self._leave_in_order()
+            wants_another_start = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+            if error is None or wants_another_start or (isinstance(error, SystemExit) and not error.code):
+                self._leave_in_order(stopped=wants_another_start)
             elif self._leaving.explains(error):
                 self._leave_because_of(error)
             else:
@@ -144,21 +146,20 @@ class Opened:
         self._result.stopped()
         raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
 
-    def _leave_in_order(self) -> None:
+    def _leave_in_order(self, *, stopped: bool) -> None:
         self._metrics.close()
         if self._result.ending != "stopped":
             self._agreement.drain()
-            late = False
             try:
                 self._keeping.settle()  # of a loop that was left before its last step
             except TooLate as e:
                 self._keeping.given_up(self.step, e)
-                late = True
+                stopped = True
             except TakenOver as e:
                 self._leave_because_of(e)
             self._barrier()
             # A loop of the script's own that left because of poll() has not done all its steps.
-            stopped = late or (self._agreement.agreed and not self._finished)
+            stopped = stopped or (self._agreement.agreed and not self._finished)
             self._result.stopped() if stopped else self._result.left()
         mesh.close_groups()
 

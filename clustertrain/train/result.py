@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
-from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ConfigError, UsageError
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, ConfigError, UsageError
+from clustertrain.train import no_space
 from clustertrain.train.memory import peak_allocated_gib
 
 Ending = Literal["completed", "stopped", "failed"]
@@ -38,6 +39,10 @@ def kind_of(error: BaseException) -> Kind:
         return "environment"
     if isinstance(error, OSError) and error.errno in FULL | PASSING:
         return "environment" if error.errno in FULL else "storage"
+    if no_space.is_full(error):
+        return "environment"
+    if no_space.is_failed_write(error):
+        return "storage"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out_of_memory"
     if isinstance(error, RuntimeError) and any(w in words for w in _HANG):
@@ -67,9 +72,11 @@ class RankResult:
         self._rank = int(environ.get("RANK", "0"))
         self._local_rank = int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(folder) / f"rank-{self._rank}.json" if folder else None
+        self._left_path = Path(folder) / f"left-{self._rank}.json" if folder else None
         self._deferred = False
         self._total = -1
         self.ending: Ending | None = None
+        self.finished = False  # the newest loop of steps has come to its end
         self.step = 0
         self.committed_step: int | None = None
         self.why: str | None = None  # it ended as it did, where that is not plain
@@ -93,12 +100,18 @@ class RankResult:
                 fix=f"total={self._total + total} for {total} more, or submit them as a run of their own",
             )
         self._total = total
+        self.finished = False
+        if self._left_path is not None:
+            self._left_path.unlink(missing_ok=True)
 
     def left(self) -> None:
         """The session was left in order. What the script does after it belongs to the rank's work all the same, and the
-        agent ends what runs on after the record: so with :meth:`defer` there is none yet."""
+        agent ends what runs on after the record: so with :meth:`defer` there is none yet, but a file that says that all
+        steps are done, in case the process does not come to write the record."""
         if self._deferred:
             self.ending = "completed"
+            if self._left_path is not None and self.finished:
+                fsio.write_json(self._left_path, self._record("completed"))
         else:
             self.completed()
 
@@ -112,9 +125,12 @@ class RankResult:
         """Record ``error``; returns the exit code that goes with it."""
         kind = kind_of(error)
         code = EXIT_CONFIG if kind == "environment" else EXIT_FAILED
+        said = [str(error), *getattr(error, "__notes__", ())]
+        if not isinstance(error, ClusterTrainError) and (advice := no_space.advice(error)):
+            said.append(advice)
         told = {
             "type": type(error).__name__,
-            "message": "\n".join([str(error), *getattr(error, "__notes__", ())]),
+            "message": "\n".join(said),
             "traceback": "".join(traceback.format_exception(error))[-16_384:],
         }
         self._write("failed", exit_code=code, kind=kind, error=told)
@@ -124,24 +140,24 @@ class RankResult:
         self, ending: Ending, exit_code: int = 0, kind: Kind | None = None, error: dict[str, Any] | None = None
     ) -> None:
         self.ending = ending
-        if self._path is None:
-            return
-        fsio.write_json(
-            self._path,
-            {
-                "rank": self._rank,
-                "local_rank": self._local_rank,
-                "ending": ending,
-                "step": self.step,
-                "committed_step": self.committed_step,
-                "exit_code": exit_code,
-                "kind": kind,
-                "why": self.why,
-                "spent": self.spent,
-                "error": error,
-                "peak_allocated_gib": peak_allocated_gib(self.device),
-            },
-        )
+        if self._path is not None:
+            fsio.write_json(self._path, self._record(ending) | {"exit_code": exit_code, "kind": kind, "error": error})
+
+    def _record(self, ending: Ending) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "local_rank": self._local_rank,
+            "ending": ending,
+            "finished": self.finished,
+            "step": self.step,
+            "committed_step": self.committed_step,
+            "exit_code": 0,
+            "kind": None,
+            "why": self.why,
+            "spent": self.spent,
+            "error": None,
+            "peak_allocated_gib": peak_allocated_gib(self.device),
+        }
 
 
 @functools.cache

@@ -199,7 +199,7 @@ class Steps:
         if self._evaluations is not None and self._evaluations.over and self._step < self._total:
             self._result.why = self._evaluations.over
             self._event("early_stop", step=self._step, why=self._evaluations.over)
-        self._session._finished = True
+        self._session._finished = self._result.finished = True
         self._marks.enter(beat.SHUTDOWN)
 
     def _leave(self) -> NoReturn:

@@ -26,7 +26,7 @@ GIB = 1 << 30
 COMPARABLE = 3  # so many are needed before one of them can be called slower than the others
 SEEN_S = 180.0  # and each must have trained for so long
 LATEST_TICK_S = 10.0  # a longer pause between two snapshots tells nothing of what was in between
-NO_MEDIAN_HANG_S = 1800.0  # until steps have been seen: the first one compiles
+NO_STEPS_HANG_S = 1800.0  # until steps have been seen: the first one compiles
 _NOT_IDLE = (beat.STARTUP, beat.RESTORE, beat.SHUTDOWN)  # where nobody expects a GPU to be busy
 
 Key = tuple[str, object]
@@ -280,23 +280,32 @@ class Alerts:
     def _hang(self) -> Verdict:
         if not self._spec.hang_min:
             return None
-        usual = self._times.median(enough=False)
-        limit = max(60 * self._spec.hang_min, NO_MEDIAN_HANG_S if usual is None else 10 * usual)
+        limit = max(60 * self._spec.hang_min, self._longest_pause_s())
         if self._stalled_s < limit:
             return WELL
         behind, text = self._who_is_behind()
         gpu = next((g for g in self._gpus if behind is not None and g.rank == behind), None)
-        fix = "see `clustertrain logs --rank {}`; `clustertrain requeue` goes on from the newest checkpoint"
+        logs = "clustertrain logs" if behind is None else f"clustertrain logs --rank {behind}"
         return Finding(
             code="hung",
             severity=CRITICAL,
             text=f"no step for {_minutes(self._stalled_s)}, though all ranks are in training; {text}",
-            fix=fix.format(0 if behind is None else behind),
+            fix=f"see `{logs}`; `clustertrain requeue` goes on from the newest checkpoint",
             uuid=gpu.facts.uuid if gpu is not None else None,
             rank=behind,
             value=self._stalled_s,
             limit=limit,
         )
+
+    def _longest_pause_s(self) -> float:
+        """How long a run that is well may go without a step."""
+        usual, early = self._times.median(enough=False), self._times.early()
+        if usual is not None:
+            return 10 * usual
+        if early is None:
+            return NO_STEPS_HANG_S
+        median, longest = early
+        return max(10 * median, 2 * longest)  # another shape compiles about as long as the first one did
 
     def _who_is_behind(self) -> tuple[int | None, str]:
         """By its step; where all are at the same step by its GPU, as those that wait for it spin in a collective."""
@@ -309,13 +318,15 @@ class Alerts:
                 f"; {len(spinning)} of the node's {len(self._gpus)} GPUs are at 100 % without drawing power: they wait"
             )
         low, high = min(steps.values(), default=0), max(steps.values(), default=0)
-        late = sorted(r for r, s in steps.items() if s < high)
+        waiting = {g.rank for g in spinning}
+        late = sorted(r for r, s in steps.items() if s < high and r not in waiting)
         if late and len(late) <= len(steps) / 2:
             many = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
             return late[0], f"rank {late[0]}{many} is at step {steps[late[0]]}, the others are at {high}{waits}"
+        where = f"all are at step {low}" if low == high else f"they are at steps {low} to {high}"
         if spinning and len(others) == 1:
-            return others[0].rank, f"all are at step {low}{waits} for rank {others[0].rank} ({others[0].where})"
-        return None, f"all are at step {low}{waits}"
+            return others[0].rank, f"{where}{waits} for rank {others[0].rank} ({others[0].where})"
+        return None, f"{where}{waits}; which rank the others wait for is not known"
 
 
 def _by_name(gpus: list[GpuWindow]) -> dict[str | None, list[GpuWindow]]:

@@ -4,6 +4,7 @@ dozens of them, for which numpy would cost more than it saves."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -208,12 +209,14 @@ class StepTimes:
     """The time of a step over the last minutes of training, and its median over all of the attempt.
 
     Time counts while the rank trains, so that neither a checkpoint nor an evaluation makes a step slow. The first
-    minutes count in neither.
+    minutes count in neither; :meth:`early` is what they show.
     """
 
     RECENT_S, RECENT_STEPS, ENOUGH_S, ENOUGH_STEPS = 300.0, 10, 600.0, 20
+    EARLY = 3  # advances: two of them may be of the first step
 
     def __init__(self) -> None:
+        self._early: list[float] = []  # seconds a step at each advance of the first minutes
         self._advanced: tuple[float, float] | None = None  # training seconds and step when it last advanced
         self._marks: deque[tuple[float, float]] = deque()
         self._bins: dict[int, float] = {}
@@ -221,6 +224,9 @@ class StepTimes:
 
     def advanced(self, train_s: float, step: float) -> None:
         """At each advance; cheap."""
+        if train_s < WARM_S or len(self._early) < self.EARLY:
+            before_s, before = self._advanced or (0.0, step - 1)
+            self._early.append((train_s - before_s) / max(1.0, step - before))
         self._advanced = train_s, step
 
     def close(self) -> None:
@@ -254,6 +260,12 @@ class StepTimes:
             return None
         first, last = self._marks[0], self._marks[-1]
         return (last[0] - first[0]) / (last[1] - first[1])
+
+    def early(self) -> tuple[float, float] | None:
+        """The median and the longest time of a step in the first minutes; None until some have been seen."""
+        if len(self._early) < self.EARLY:
+            return None
+        return statistics.median(self._early), max(self._early)
 
     def median(self, *, enough: bool = True) -> float | None:
         """Within 2 %. With ``enough`` None until ten minutes and twenty steps are known."""

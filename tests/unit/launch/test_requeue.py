@@ -110,6 +110,40 @@ def test_the_lost_node_is_blamed_and_left_out() -> None:
     assert (decision.action, decision.exclude) == ("resubmit", ("n2",))
 
 
+def test_a_killed_agent_is_not_its_nodes_fault() -> None:
+    verdict = classify(evidence({"n1": result("failed", "communication")}, step_exit=137))
+    assert verdict is not None
+    assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
+    assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
+
+
+def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
+    waited = {"rank": 0, "kind": "hang", "last_seen": {"step": 16, "phase": "train"}}
+    silent = {"rank": 1, "kind": "killed", "last_seen": {"step": 15, "phase": "train"}}
+    results = {
+        "n1": {**result("failed", "hang", "rank 0 on n1: timed out"), "ranks": [waited]},
+        "n2": {**result("failed", "killed"), "ranks": [silent]},
+    }
+    verdict = classify(evidence(results))
+    assert verdict is not None and verdict.ending == endings.HANG
+    assert verdict.reason == (
+        "rank 0 waited in a collective until it timed out, at step 17; rank 1 did not come: "
+        "last seen on n2, in step 16, phase train, see logs/rank-1.log"
+    )
+
+
+def test_a_script_that_asks_for_another_start_gets_it_within_the_budgets() -> None:
+    why = "the script ended with exit code 75, which asks for another start"
+    verdict = classify(evidence({n: {**result("stopped"), "why": why} for n in NODES}))
+    assert verdict == Verdict(endings.UNKNOWN, why)
+    assert action(verdict.ending, [attempt(1, verdict.ending)]) == "requeue"
+
+
+def test_a_script_that_heeds_the_early_warning_by_itself_has_stopped_for_the_time_limit() -> None:
+    verdict = classify(evidence(STOPPED, end_time=1300.0, stop_at=1000.0, sources=("deadline",)))
+    assert verdict is not None and verdict.ending == endings.TIME_LIMIT
+
+
 def test_a_bad_environment_is_not_requeued_and_keeps_its_exit_code() -> None:
     verdict = classify(evidence({n: result("failed", "environment") for n in NODES}))
     assert verdict is not None
@@ -184,6 +218,13 @@ def test_committing_the_same_step_again_is_no_progress() -> None:
 def test_a_preemption_before_the_first_step_is_not_charged() -> None:
     history = [attempt(n, endings.PREEMPTED, first_step=None, last_step=None) for n in range(1, 40)]
     assert action(endings.PREEMPTED, history) == "requeue"
+
+
+def test_a_script_that_saves_by_itself_gets_as_many_time_limits_as_it_needs() -> None:
+    history = [attempt(n, endings.TIME_LIMIT, first_step=None, last_step=None, by_script=True) for n in range(1, 9)]
+    assert action(endings.TIME_LIMIT, history) == "requeue"
+    unknown = [attempt(n, endings.UNKNOWN, by_script=True) for n in range(1, 4)]
+    assert action(endings.UNKNOWN, unknown) == "stop"
 
 
 def test_attempts_without_progress_stop_the_run_whatever_their_endings() -> None:

@@ -293,6 +293,50 @@ def test_a_first_step_that_compiles_for_twenty_minutes_is_no_hang(alerts: Alerts
     ]
 
 
+def stuck_at(job: Job) -> Change:
+    steps = {f"rank{r}.step": float(int(job.done)) for r in job.ranks}
+    return lambda _, v: v.update(steps)
+
+
+@pytest.mark.parametrize("trained_s", [20, 60, 150])
+def test_a_hang_in_the_first_minutes_is_told_before_the_collectives_own_timeout(alerts: Alerts, trained_s: int) -> None:
+    job = Job(2)
+    assert job.run(alerts, trained_s) == []
+    found = job.run(alerts, 330, stuck_at(job))
+    assert [(a.code, a.rank, a.limit) for a in found] == [("hung", None, 300.0)]
+    assert "which rank the others wait for is not known" in found[0].text
+    assert "--rank" not in (found[0].fix or "")
+
+
+def test_what_compiles_as_long_as_the_first_step_did_is_no_hang(alerts: Alerts) -> None:
+    job = Job(2, step_s=1e9)
+    assert job.run(alerts, 170) == []
+    job.step_s = 1.0
+    assert job.run(alerts, 6) == []
+    job.step_s = 1e9
+    assert job.run(alerts, 335) == []
+    assert codes(job.run(alerts, 30)) == [("hung", "raised")]
+
+
+def test_evaluations_checkpoints_and_restores_of_the_first_minutes_are_no_hang(alerts: Alerts) -> None:
+    job = Job(2)
+    for phase in (beat.STARTUP, beat.RESTORE, beat.TRAIN, beat.EVALUATION, beat.TRAIN, beat.CHECKPOINT):
+        job.phase = phase
+        assert job.run(alerts, 30 if phase == beat.TRAIN else 900) == []
+
+
+def test_a_rank_that_waits_in_a_collective_is_not_blamed_for_being_behind(alerts: Alerts) -> None:
+    job = Job(4)
+    job.run(alerts, 1000)
+    stuck = {f"rank{r}.step": float(int(job.done) - (r == 3)) for r in range(4)}
+
+    def hung(_: float, v: dict[str, float]) -> None:
+        v |= stuck | {f"gpu{i}.utilization": 1.0 for i in range(4)} | {f"gpu{i}.power_w": 150.0 for i in range(4)}
+        v["gpu2.utilization"] = 0.0
+
+    assert [(a.code, a.rank) for a in job.run(alerts, 330, hung)] == [("hung", 2)]
+
+
 def test_long_steps_are_no_hang(alerts: Alerts) -> None:
     assert Job(1, step_s=400.0).run(alerts, 6 * 3600, dt=5.0) == []
 

@@ -101,6 +101,7 @@ def test_the_result_record(tmp_path: Path) -> None:
         "rank": 3,
         "local_rank": 1,
         "ending": "failed",
+        "finished": False,
         "step": 7,
         "committed_step": 4,
         "exit_code": 1,

@@ -1,0 +1,21 @@
+"""``python -m clustertrain.agent.tied PID MODULE ARGS…``: run a module that is killed when its parent, PID, is dead."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from clustertrain import proc, settings
+
+
+def main() -> None:
+    parent, module, *args = sys.argv[1:]
+    proc.die_with_parent(int(parent))
+    os.environ[settings.LAUNCHER_PID] = str(os.getpid())
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""How a script of the user's own may end, and what the run makes of it: on the local backend, with real ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import runs
+from tests.runs import Run
+
+pytestmark = pytest.mark.ranks
+HERE = ("--backend", "local", "--device", "cpu")
+ALONE = ("--nodes", "1", "--gpus", "1")
+
+
+@pytest.fixture
+def submitted(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERTRAIN_", "SLURM_"))}
+    made: list[Run] = []
+
+    def submit(text: str, *options: str) -> Run:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        env = {**kept, "CLUSTERTRAIN_HOME": str(tmp_path / "home")}
+        made.append(runs.submit(env, *HERE, *options, str(script)))
+        return made[-1]
+
+    yield submit
+    for run in made:
+        run.call("cancel", run.id, check=False)
+        run.wait_until_final()
+
+
+def below(run: Run, words: str) -> list[psutil.Process]:
+    """The run's living processes with ``words`` in their command line."""
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path) and p.status() != psutil.STATUS_ZOMBIE:
+                found += [p] if words in " ".join(p.cmdline()) else []
+        except psutil.Error:
+            continue
+    return found
+
+
+SAVES_AND_EXITS_0 = """
+import os, pathlib, time
+
+saved = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "saved")
+if not saved.exists():
+    stop = pathlib.Path(os.environ["CLUSTERTRAIN_RANK_DIR"], "stop")
+    saved.with_name("training").touch()
+    while not stop.exists():
+        time.sleep(0.05)
+    saved.touch()
+    END
+"""
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "os._exit(0)", "raise SystemExit(75)"])
+def test_a_script_that_saves_on_the_warning_and_exits_0_is_continued(submitted: Callable[..., Run], end: str) -> None:
+    run = submitted(SAVES_AND_EXITS_0.replace("END", end), *ALONE)
+    run.wait_for(lambda _: (run.path / "training").exists(), "the script's begin")
+    run.call("requeue", run.id)
+    status = run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert "script" in status["attempts"][0]["reason"]
+
+
+LEFT_EARLY = """
+import clustertrain as ct, os
+
+with ct.session() as s:
+    for step in s.steps(total=4, state={"done": 0}, checkpoint_every=1):
+        if step == 2 and os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
+            while not s.stop_requested:
+                pass
+            break
+"""
+
+
+def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted: Callable[..., Run]) -> None:
+    run = submitted(LEFT_EARLY, *ALONE)
+    run.wait_for_step(2)
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    assert run.status()["attempts"][1]["last_step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("end", "ending", "said"),
+    [
+        ("os._exit(0)", "user_error", "ended with exit code 0 before its script had returned (os._exit?)"),
+        ("os._exit(3)", "unknown", "ended with exit code 3 without an error of Python's (os._exit?)"),
+        ("raise SystemExit(75)", "unknown", "exit code 75, which asks for another start"),
+    ],
+)
+def test_exit_codes_without_a_warning_are_named(
+    submitted: Callable[..., Run], end: str, ending: str, said: str
+) -> None:
+    run = submitted(f"import os\n{end}\n", *ALONE, "--max-requeues", "0")
+    (attempt,) = run.wait_until_final()["attempts"]
+    assert (attempt["state"], said in attempt["reason"]) == (ending, True), attempt["reason"]
+
+
+def test_os_exit_after_the_last_step_is_a_run_that_is_complete(submitted: Callable[..., Run]) -> None:
+    steps = "import clustertrain as ct, os\nwith ct.session() as s:\n    for _ in s.steps(total=2): pass\n"
+    run = submitted(f"{steps}os._exit(0)\n", *ALONE)
+    run.complete()
+    assert run.endings() == ["completed"]
+
+
+WAITS_ONCE = """
+import os, time
+if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
+    print("waiting", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_a_killed_torchrun_is_named_and_not_the_last_line_of_its_log(submitted: Callable[..., Run]) -> None:
+    run = submitted(WAITS_ONCE, *ALONE)
+    log = run.path / "attempts" / "1" / "logs" / "rank-0.log"
+    run.wait_for(lambda _: log.exists() and "waiting" in log.read_text(), "the script's begin")
+    (torchrun,) = below(run, "torch.distributed.run")
+    torchrun.kill()
+    status = run.complete()
+    assert "was killed by SIGKILL" in status["attempts"][0]["reason"]
+    assert "torchrun on" in status["attempts"][0]["reason"]
+
+
+MEETS = """
+import os
+import torch
+import torch.distributed as dist
+import clustertrain as ct
+
+with ct.session() as s:
+    for step in s.steps(total=10**9 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" else 2):
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Callable[..., Run]) -> None:
+    run = submitted(MEETS, "--nodes", "2", "--gpus", "1")
+    run.wait_for_step(2)
+    agents = [p for p in below(run, "clustertrain agent") if p.cmdline()[1:] == ["-m", "clustertrain", "agent"]]
+    (agent,) = [p for p in agents if p.environ()["CLUSTERTRAIN_NODE_RANK"] == "1"]
+    node = agent.environ()["CLUSTERTRAIN_NODE"]
+    orphans = agent.children(recursive=True)
+    agent.kill()
+    _, alive = psutil.wait_procs(orphans, timeout=30.0)
+    assert not alive
+    status = run.complete()
+    first = status["attempts"][0]
+    assert first["state"] == "unknown", first
+    assert f"the agent on {node} was killed" in first["reason"]
+    assert first["requeued"] == "requeue"
+
+
+STOPS_RANK_1 = """
+import os, signal
+import torch
+import torch.distributed as dist
+import clustertrain as ct
+
+with ct.session(timeout_s=5.0) as s:
+    for step in s.steps(total=4):
+        if step == 2 and s.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_hang_is_named_after_the_rank_that_was_stopped(submitted: Callable[..., Run]) -> None:
+    run = submitted(STOPS_RANK_1, "--nodes", "1", "--gpus", "2", "--max-requeues", "0")
+    (attempt,) = run.wait_until_final()["attempts"]
+    assert attempt["state"] == "hang"
+    assert "rank 0 waited in a collective until it timed out, at step 3; rank 1 did not come" in attempt["reason"]
+    assert "its process stopped (SIGSTOP" in attempt["reason"]

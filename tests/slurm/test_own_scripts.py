@@ -1,0 +1,71 @@
+"""How a script of the user's own ends, and what becomes of a run whose agent is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import Run
+
+pytestmark = pytest.mark.slurm
+
+SAVES_ON_THE_SIGNAL = """
+import os, pathlib, signal, sys, time
+
+saved = pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "saved-" + os.environ["RANK"])
+if not saved.exists():
+    def save(number, frame):
+        saved.touch()
+        sys.exit(0)
+    signal.signal(signal.SIGUSR2, save)
+    saved.with_name("training-" + os.environ["RANK"]).touch()
+    time.sleep(600)
+"""
+
+MEETS = """
+import os
+import torch
+import torch.distributed as dist
+import clustertrain as ct
+
+with ct.session() as s:
+    for step in s.steps(total=10**9 if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" else 2):
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_script_that_saves_on_slurms_signal_and_exits_0_is_continued(
+    submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES_ON_THE_SIGNAL)
+    run = submitted("--nodes", "2", "--gpus", "1", str(script))
+    run.wait_for(lambda _: len(list(run.path.glob("training-*"))) == 2, "both ranks' begin")
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+
+
+def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(
+    submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    run = submitted("--nodes", "2", "--gpus", "1", str(script))
+    run.wait_for_step(2)
+    agents = [
+        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[1:] == ["-m", "clustertrain", "agent"]
+    ]
+    agent = [p for p in agents if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path)][-1]
+    node = agent.environ()["SLURMD_NODENAME"]
+    below = agent.children(recursive=True)
+    agent.kill()
+    _, alive = psutil.wait_procs(below, timeout=30.0)
+    assert not alive
+    status = run.complete()
+    first = status["attempts"][0]
+    assert (first["state"], first["requeued"]) == ("unknown", "requeue"), first
+    assert first["reason"] == f"the agent on {node} was killed by SIGKILL, and its ranks with it"

@@ -1,0 +1,37 @@
+"""Ranks that hang at their end."""
+
+from __future__ import annotations
+
+from clustertrain.agent.at_end import LOOK_S, PATIENCE_S, AtEnd
+
+
+def ended_after(used_per_s: float, *, others_done_from_s: float = 0.0, until_s: float = 5000.0) -> float | None:
+    """Seconds until what is left counts as hanging."""
+    end, now = AtEnd(), 0.0
+    while now <= until_s:
+        if end.hangs(now, now >= others_done_from_s, {17: used_per_s * now}):
+            return now
+        now += LOOK_S
+    return None
+
+
+def test_a_rank_that_does_nothing_is_ended_when_the_patience_is_over() -> None:
+    assert ended_after(0.0) == PATIENCE_S
+    assert ended_after(0.001) == PATIENCE_S
+
+
+def test_a_rank_that_works_is_waited_for() -> None:
+    assert ended_after(0.02) is None
+
+
+def test_the_patience_begins_when_the_others_are_done() -> None:
+    late = ended_after(0.0, others_done_from_s=1000.0)
+    assert late is not None and 1000.0 + PATIENCE_S - LOOK_S <= late <= 1000.0 + PATIENCE_S + LOOK_S
+
+
+def test_work_in_between_starts_the_patience_again() -> None:
+    end, used = AtEnd(), {17: 0.0}
+    assert not any(end.hangs(t, True, used) for t in range(0, 590, 10))
+    assert not end.hangs(590.0, True, {17: 1.0, 18: 2.0})
+    assert not any(end.hangs(t, True, {17: 1.0}) for t in range(600, 1190, 10))
+    assert end.hangs(1190.0, True, {17: 1.0})
