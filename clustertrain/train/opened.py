@@ -17,7 +17,7 @@ from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
-from clustertrain.train import mesh, out_of_memory, result, seeds
+from clustertrain.train import data_parallel, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader
 from clustertrain.train.keeping import Keeping
 from clustertrain.train.leaving import Leaving
@@ -98,8 +98,8 @@ class Opened:
     def _open_record(self, context: environment.RankContext, t_begin: float, threads: int) -> None:
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
-        warnings = Warnings(context.stability, self._event)
-        self._recorder = Recorder(context, self._marks, self._loaders, warnings)
+        self._warnings = Warnings(context.stability, self._event)
+        self._recorder = Recorder(context, self._marks, self._loaders, self._warnings)
         self._metrics = self._recorder.metrics
         self._event(
             "session_started",
@@ -133,6 +133,7 @@ class Opened:
                 raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
             else:
                 out_of_memory.explain(error, self._context)
+                data_parallel.explain_unused(error, self._model)
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:
