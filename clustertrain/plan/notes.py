@@ -25,7 +25,7 @@ def without_effect(layout: Layout, parallel: ParallelSpec) -> list[str]:
     """Options that were set and belong to other layouts."""
     sharded, default = layout.fully_sharded, ParallelSpec()
     for_sharded = ["offload", "prefetch", "defer_reduction"]
-    for_replicas = ["bucket_mib", "static_graph", "compress_gradients"]
+    for_replicas = ["bucket_mib", "find_unused_parameters", "static_graph", "compress_gradients"]
     unused = for_replicas if sharded else for_sharded
     if layout.gradient_ranks == 1:
         unused = for_sharded + for_replicas

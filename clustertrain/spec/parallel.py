@@ -25,6 +25,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     channels_last: bool = False  # images reach a model of one's own in the order that convolutions compute in
     # Data parallel
     bucket_mib: int = 25  # ddp, zero1: gradients travel in buckets of this size
+    find_unused_parameters: bool = False  # ddp, zero1: some parameters may get no gradient in a step
     static_graph: bool = False  # ddp, zero1: every step uses the same parameters in the same order
     compress_gradients: bool = False  # ddp, zero1: all-reduce in bf16
     # Sharded: reduce after the last micro-batch only; costs one unsharded gradient.

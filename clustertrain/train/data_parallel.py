@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from clustertrain.errors import EnvironmentNotFit
+from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.train.context import RankContext
 from clustertrain.train.precision import parameter_dtype
 
@@ -88,6 +89,7 @@ def replicate(model: nn.Module, context: RankContext) -> DistributedDataParallel
         device_ids=[context.device.index] if context.device.type == "cuda" else None,
         bucket_cap_mb=spec.bucket_mib,
         gradient_as_bucket_view=True,
+        find_unused_parameters=spec.find_unused_parameters,
         static_graph=spec.static_graph,
     )
     if spec.compress_gradients:
@@ -111,6 +113,47 @@ def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses 
     sent = dist.all_reduce(small, async_op=True)
     assert sent is not None
     return sent.get_future().then(lambda done: whole.copy_(done.value()[0]))
+
+
+_UNUSED = "parameter indices which did not receive grad"  # torch 2.13, reducer.cpp
+LISTED = 8  # names in an error
+
+
+def check_all_used(model: nn.Module) -> None:
+    """To be called after the last backward pass of a step. DDP notices an unused parameter only at the next forward
+    pass, when it has already left other gradients of the same bucket unreduced.
+
+    Raises:
+        ConfigError: parameters of a replicated model have no gradient, and nothing allows that.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return
+    unused = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise ConfigError(unused_words(unused), fix=_UNUSED_FIX)
+
+
+def explain_unused(error: BaseException, model: nn.Module | None) -> None:
+    """Add to DDP's own error about unused parameters, which gives indices, their names. Leaves other errors alone."""
+    text = str(error)
+    if not isinstance(model, DistributedDataParallel) or _UNUSED not in text.lower():
+        return
+    numbers = re.findall(r"\d+", text.lower().split(_UNUSED, 1)[1].partition(":")[2].partition("\n")[0])
+    names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+    unused = [names[int(n)] for n in numbers if int(n) < len(names)]
+    if unused:
+        error.add_note(f"{unused_words(unused)}\n  fix: {_UNUSED_FIX}")
+
+
+_UNUSED_FIX = (
+    "set parallel.find_unused_parameters = true if that is intended; otherwise use them in forward(), or freeze them "
+    "(requires_grad = False)"
+)
+
+
+def unused_words(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"the loss does not depend on {', '.join(names[:LISTED])}{more}: no gradient for DDP to average"
 
 
 def split_optimizer(

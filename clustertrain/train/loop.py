@@ -56,6 +56,8 @@ def trainer(s: Session, recipe: Recipe, batch: Batch) -> Trainer:
         limits=what.limits,
         ragged=True,
     )
+    if what.left_eval_mode:
+        s._warn_eval_mode(what.left_eval_mode, switched=True)
     if s.is_main:
         data_told.tell(what.dataset, what.validation, s._event)
     return Trainer(s, what, model, optimizer, data, what.loss, Clipping.of(recipe.optim))

@@ -23,7 +23,11 @@ def objective(recipe: Recipe) -> Loss:
     """The loss that ``recipe`` names. Of a two-tower model the similarities come divided by its own temperature."""
     spec, kind = recipe.objective, recipe.objective_kind
     if kind == "cross-entropy":
-        return functools.partial(cross_entropy, smoothing=spec.label_smoothing, ignore_index=spec.ignore_index)
+        # Mixed images have probabilities for targets. Elsewhere, float targets may as well be values to predict.
+        soft = spec.kind == "cross-entropy" or recipe.data.augment.any
+        return functools.partial(
+            cross_entropy, smoothing=spec.label_smoothing, ignore_index=spec.ignore_index, soft_targets=soft
+        )
     if kind == "nt-xent":
         two_towers = recipe.model.kind == "two-tower"
         return contrastive if two_towers else functools.partial(nt_xent, temperature=spec.temperature)
@@ -32,15 +36,41 @@ def objective(recipe: Recipe) -> Loss:
     return functools.partial(huber, delta=spec.delta) if kind == "huber" else mse if kind == "mse" else l1
 
 
-def cross_entropy(logits: Any, targets: torch.Tensor, *, smoothing: float = 0.0, ignore_index: int = -100) -> Summed:
+def cross_entropy(
+    logits: Any,
+    targets: torch.Tensor,
+    *,
+    smoothing: float = 0.0,
+    ignore_index: int = -100,
+    soft_targets: bool = True,
+) -> Summed:
     """Of ``logits`` (..., classes) and the right classes ``targets`` (...): tokens of a text, or images. Or of
     probabilities ``targets`` (..., classes), as of mixed images.
 
     Args:
         smoothing: this share of each target is spread over all classes (arXiv 1512.00567, section 7).
         ignore_index: targets of this value count nothing.
+        soft_targets: whether floating-point targets are probabilities; otherwise they are an error.
+
+    Raises:
+        ConfigError: the shapes differ, there is a single class, or targets are floating-point without
+            ``soft_targets``.
     """
     soft = targets.is_floating_point()
+    if soft and not soft_targets:
+        raise ConfigError(
+            f"the targets are {str(targets.dtype).removeprefix('torch.')}, and the recipe does not say which loss they "
+            "are for: objective.kind is auto, which means cross-entropy over class numbers",
+            fix='set objective.kind: "mse", "l1" or "huber" for values, "binary-cross-entropy" for labels between 0 '
+            'and 1, "cross-entropy" for class probabilities; or return class numbers as integers',
+        )
+    if logits.dim() and logits.shape[-1] == 1:
+        raise ConfigError(
+            f"cross-entropy over logits of shape {tuple(logits.shape)}: the last dimension is the number of classes, "
+            "and the loss of a single class is always 0",
+            fix='set objective.kind = "binary-cross-entropy" for yes or no, "mse" for a value to predict; or give the '
+            "model an output per class",
+        )
     if is_dtensor(logits) and (smoothing or soft):
         logits = logits.full_tensor()  # torch's loss of split logits knows neither
     _same_shape("logits", logits.shape if soft else logits.shape[:-1], targets.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ class _Row:
 
 class Metrics:
     """Rows in ``metrics/attempt-<n>.jsonl``. A row is written when its values have arrived on the host: as a rule one
-    step late. Every ``echo_every`` steps one is printed too. Only rank 0 has a ``path``; elsewhere rows are dropped."""
+    step late. One row in ``echo_every`` is also printed: to standard output, or without a ``path`` (outside a run) to
+    standard error, where the first row is printed as well. Rows with neither are dropped, as on ranks other than 0."""
 
     def __init__(
         self,
@@ -78,8 +80,14 @@ class Metrics:
         self._complete = complete
         self._on_row = on_row
         self._echo_every = echo_every
+        self._echoed_first = path is not None
         self._waiting: deque[_Row] = deque()
         self.newest: dict[str, Any] = {}  # by name the value that was written last
+
+    @property
+    def active(self) -> bool:
+        """Whether rows are written or printed at all."""
+        return self._file is not None or bool(self._echo_every)
 
     def put(
         self,
@@ -101,7 +109,7 @@ class Metrics:
         for name, t in tensors.items():
             if t.numel() != 1:
                 raise ConfigError(f"session.log({name}=…): a tensor of shape {tuple(t.shape)}, one element is needed")
-        if self._file is None:
+        if not self.active:
             return
         self.drain()
         numbers = {k: v for k, v in scalars.items() if not isinstance(v, torch.Tensor)}
@@ -110,17 +118,24 @@ class Metrics:
 
     def drain(self, *, wait: bool = False) -> None:
         """Write the rows that have arrived; with ``wait`` all of them."""
-        while self._file is not None and self._waiting and (wait or self._waiting[0].ready()):
+        while self._waiting and (wait or self._waiting[0].ready()):
             row = self._waiting.popleft()
             values = row.values()
             self._complete(values)
-            self._file.append(values)
+            if self._file is not None:
+                self._file.append(values)
             self.newest.update(values)
-            if self._echo_every and values["step"] % self._echo_every == 0:
-                told = ((k, v) for k, v in values.items() if k != "t" and PART not in k and not k.startswith(SUM))
-                print("  ".join(f"{k} {_echoed(v)}" for k, v in told), flush=True)
+            self._echo(values)
             if not row.again:
                 self._on_row(values)
+
+    def _echo(self, row: Mapping[str, Any]) -> None:
+        due = bool(self._echo_every) and row["step"] % self._echo_every == 0
+        if due or (self._echo_every and not self._echoed_first):
+            shown = ((k, v) for k, v in row.items() if k != "t" and PART not in k and not k.startswith(SUM))
+            stream = sys.stdout if self._file is not None else sys.stderr
+            print("  ".join(f"{k} {_echoed(v)}" for k, v in shown), file=stream, flush=True)
+            self._echoed_first = True
 
     def go_on_in(self, path: Path | None) -> None:
         """The rows to come are of earlier steps than those so far: write them into ``path``."""
@@ -132,7 +147,9 @@ class Metrics:
 
     def close(self, *, wait: bool = True) -> None:
         """Write what is left; without ``wait`` only what has arrived."""
+        self.drain(wait=wait)
+        self._waiting.clear()
         if self._file is not None:
-            self.drain(wait=wait)
             self._file.close()
             self._file = None
+        self._echo_every = 0

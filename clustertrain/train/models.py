@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from clustertrain.errors import ConfigError
 from clustertrain.spec import agreement
 from clustertrain.spec.recipe import ModelSpec, Recipe
-from clustertrain.train import entries, losses
+from clustertrain.train import entries, losses, train_mode
 from clustertrain.train.convnet import ConvNet
 from clustertrain.train.data import MapStyle
 from clustertrain.train.datasets import datasets, limits_of
@@ -32,6 +33,7 @@ class Task:
     loss: Loss
     validation: MapStyle | None = None
     limits: Limits | None = None
+    left_eval_mode: Sequence[str] = ()  # modules that came in evaluation mode and are in training mode now
 
 
 def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
@@ -49,7 +51,8 @@ def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
     own = own_loss(recipe, made)
     limits = limits_of(recipe, made, own_loss=own is not None)
     data = datasets(recipe, limits)
-    return Task(made, data.train, losses.objective(recipe) if own is None else own, data.validation, limits)
+    loss = losses.objective(recipe) if own is None else own
+    return Task(made, data.train, loss, data.validation, limits, train_mode.set_train_mode(made))
 
 
 def own_loss(recipe: Recipe, made: nn.Module) -> Loss | None:

@@ -19,7 +19,7 @@ from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
-from clustertrain.train import mesh, out_of_memory, result, seeds
+from clustertrain.train import data_parallel, mesh, out_of_memory, result, seeds
 from clustertrain.train.data import Loader
 from clustertrain.train.keeping import Keeping
 from clustertrain.train.leaving import Leaving
@@ -100,8 +100,8 @@ class Opened:
     def _open_record(self, context: environment.RankContext, t_begin: float, threads: int) -> None:
         recording = self.is_main and context.run is not None and context.attempt is not None
         self._events = EventLog(context.attempt.events_of("rank-0")) if recording and context.attempt else None
-        warnings = Warnings(context.stability, self._event)
-        self._recorder = Recorder(context, self._marks, self._loaders, warnings)
+        self._warnings = Warnings(context.stability, self._event)
+        self._recorder = Recorder(context, self._marks, self._loaders, self._warnings)
         self._metrics = self._recorder.metrics
         self._event(
             "session_started",
@@ -134,6 +134,7 @@ class Opened:
                 self._leave_because_of(error)
             else:
                 out_of_memory.explain(error, self._context)
+                data_parallel.explain_unused(error, self._model)
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from clustertrain.run.folder import RunDir
+from clustertrain.spec.recipe import TrainSpec
 from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader
@@ -27,22 +28,23 @@ _BAD = ("_bad", "_bad_numbers", "_bad_squares")  # arrive with a row, and are no
 
 
 class Recorder:
-    """``metrics`` has a file on rank 0 of a run alone. ``watch``: what watches over the steps, where the session does
-    them."""
+    """``metrics`` has a file on rank 0 of a run; outside a run rank 0 prints its rows. ``watch``: what watches over the
+    steps, where the session does them."""
 
     def __init__(self, context: RankContext, marks: Marks, loaders: Sequence[Loader], warnings: Warnings) -> None:
         """``loaders``: a list that may grow."""
         self._device = context.device
         self._loaders = loaders
         self._marks = marks
-        self._log_every = context.spec.recipe.train.log_every if context.spec else 0
+        self._log_every = context.spec.recipe.train.log_every if context.spec else TrainSpec().log_every
         recording = context.rank == 0 and context.run is not None and context.attempt is not None
         self._run: RunDir | None = context.run if recording else None
         self._attempt = context.attempt.n if context.attempt is not None else 0
         path = self._path(-1)
         marks.continue_rows(path)
         self.watch: Watch | None = None
-        self.metrics = Metrics(path, self._log_every, self._complete, warnings.see)
+        echo_every = self._log_every if context.rank == 0 else 0
+        self.metrics = Metrics(path, echo_every, self._complete, warnings.see)
         self._logged: dict[str, Plain | torch.Tensor] = {}
         self._own: dict[str, Plain | torch.Tensor] = {}
         self._coming: list[Arriving] = []
@@ -83,8 +85,8 @@ class Recorder:
             done.spike.int(),
             *done.bad,
         )
-        self._coming = [Arriving(names, figures)] if self._run is not None else []
-        if done.layers is not None and self._run is not None:
+        self._coming = [Arriving(names, figures)] if self.metrics.active else []
+        if done.layers is not None and self.metrics.active:
             self._coming.append(done.layers)
         if self.watch is not None:
             self.watch.stepped(done)

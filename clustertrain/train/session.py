@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clustertrain.checkpoint.state import parts
 from clustertrain.errors import UsageError
-from clustertrain.train import data_parallel, gradients, mesh
+from clustertrain.train import data_parallel, gradients, mesh, train_mode
 from clustertrain.train.data import Loader, MapStyle, workers_for
 from clustertrain.train.evaluation.evaluating import Evaluating
 from clustertrain.train.evaluation.periodic import Evaluations
@@ -87,7 +88,12 @@ class Session(Evaluating):
         self._thaws = parameters.thaws(self._parameters, unfreeze)
         parameters.freeze(model, self._parameters, freeze, self._thaws)
         self._model = parallelize(model, self._context, self._groups, self.seed)
+        train_mode.on_first_eval_forward(parts(self._model), self._warn_eval_mode)
         return self._model
+
+    def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
+        if self.is_main:
+            self._warnings.tell(train_mode.warning(names, switched=switched), self.step + 1)
 
     def parameter_groups(
         self,

@@ -227,6 +227,7 @@ class TrainStep:
                         (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 totals.append(figures(value, count))
+        data_parallel.check_all_used(self._model)
         return torch.stack(totals)
 
     def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:

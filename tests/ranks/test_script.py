@@ -298,3 +298,25 @@ def test_processes_that_a_script_starts_have_default_signals(tmp_path: Path) -> 
     ignored = int(ranks.logs().split("SigIgn:")[1].split()[0], 16)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         assert not ignored & 1 << (number - 1)
+
+
+UNUSED = Path(__file__).with_name("unused_parameter_script.py")
+
+
+@pytest.mark.parametrize(("loop", "code"), [("own-loop", 1), ("train-step", 78)])
+def test_a_parameter_that_a_step_does_not_use_is_named(loop: str, code: int, tmp_path: Path) -> None:
+    """DDP gives indices alone, and only at the next step."""
+    run = make_run(tmp_path / "run", "ddp", 2, script=(UNUSED, (loop,)))
+    ranks = Ranks(run, 2)
+    assert ranks.wait() == [code, code], ranks.logs()
+    for result in ranks.results():
+        message = result["error"]["message"]
+        assert "the loss does not depend on spare.weight, spare.bias" in message
+        assert "parallel.find_unused_parameters = true" in message
+
+
+def test_find_unused_parameters_allows_it(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", "ddp", 2, script=(UNUSED, ("train-step",)), parallel={"find_unused_parameters": True}
+    )
+    Ranks(run, 2).expect(0)

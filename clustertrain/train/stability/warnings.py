@@ -49,6 +49,7 @@ class Warnings:
         self._seen = 0
         self._vanished = 0
         self._uncounted = 0
+        self._norms: deque[float] = deque(maxlen=SHARE_STEPS)
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._known: deque[float] = deque(maxlen=KNOWN)
 
@@ -126,6 +127,7 @@ class Warnings:
                 norm,
                 spec.grad_norm_limit,
             )
+        self._norms.append(norm)
         self._vanished = self._vanished + 1 if norm < spec.vanishing else 0
         if self._vanished >= VANISHED_STEPS:
             yield Warning(
@@ -140,8 +142,9 @@ class Warnings:
             yield Warning(
                 "clipping_often",
                 f"the gradient was clipped in {share:.0%} of the last {SHARE_STEPS} steps",
-                "the limit then sets the step's length: a higher optim.clip_norm, a lower learning rate, or "
-                'optim.clip = "adaptive"',
+                f"raise optim.clip_norm above {statistics.median(self._norms):.3g}, the median gradient norm of these "
+                'steps, or set optim.clip = "adaptive". Lower the learning rate only if the loss also spikes: where it '
+                "falls slowly, the rate may be too low (`clustertrain diagnose lr-range` measures it)",
                 share,
                 spec.clipped_share,
             )

@@ -28,6 +28,20 @@ def mean(summed: tuple[torch.Tensor, torch.Tensor | int]) -> float:
     return float(total) / float(count)
 
 
+def test_float_targets_need_an_objective_that_the_recipe_names() -> None:
+    """Cross-entropy of one class is 0 whatever the model does: a regression would end with a perfect loss."""
+    outputs, values = random(4, 1), random(4, 1, seed=2)
+    with pytest.raises(ConfigError, match=r"targets are float32.*objective\.kind is auto"):
+        losses.objective(recipe())(outputs, values)
+    with pytest.raises(ConfigError, match="a single class is always 0"):
+        losses.objective(recipe(objective={"kind": "cross-entropy"}))(outputs, values)
+    with pytest.raises(ConfigError, match="a single class is always 0"):
+        losses.objective(recipe())(outputs, torch.zeros(4, dtype=torch.long))
+    probabilities = random(4, 3).softmax(-1)
+    total, _ = losses.objective(recipe(objective={"kind": "cross-entropy"}))(random(4, 3, seed=5), probabilities)  # type: ignore[misc]
+    assert float(total) > 0
+
+
 def test_cross_entropy_smooths_and_leaves_out_what_is_ignored() -> None:
     logits, targets = random(3, 5, 7), torch.arange(15).reshape(3, 5) % 7
     targets[0, 0] = targets[2, 4] = -1

@@ -129,3 +129,24 @@ def test_what_a_step_that_was_thrown_away_has_told_is_forgotten(tmp_path: Path) 
     recorder.went_back()
     assert not recorder.has_logged("validation_loss") and recorder.metrics.newest == {}
     recorder.metrics.close()
+
+
+def test_outside_a_run_rank_0_prints_the_rows_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script on a laptop must not seem to hang: the first row comes at once, then one in ten."""
+    for rank in (0, 1):
+        recorder = Recorder(
+            dataclasses.replace(ALONE, rank=rank),
+            Marks(None, rank, 2, lambda: 0.0),
+            [],
+            Warnings(StabilitySpec(), lambda name, **fields: None),
+        )
+        for step in range(20):
+            recorder.begin(step)
+            recorder.log({"loss": torch.tensor(0.5 + rank), "note": "warm"})
+            recorder.end(step + 1, 0)
+        recorder.metrics.close()
+        shown = capsys.readouterr()
+        assert not shown.out
+        steps = [line.split()[1] for line in shown.err.splitlines()]
+        assert steps == ([] if rank else ["1", "10", "20"])
+        assert all("note warm  loss 0.5" in line for line in shown.err.splitlines())

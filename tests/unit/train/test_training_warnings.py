@@ -113,6 +113,14 @@ def test_clipping_that_is_the_rule_is_told_when_there_are_enough_steps(told: Tol
     assert told.events[0]["limit"] == 0.5
 
 
+def test_the_fix_for_clipping_names_a_limit_and_does_not_lower_a_rate_that_may_be_too_low(told: Told) -> None:
+    told.see(99, clip_fraction=1.0, grad_norm=7.5)
+    assert told.see(clip_fraction=1.0, grad_norm=7.5) == ["clipping_often"]
+    fix = told.events[0]["fix"]
+    assert fix.startswith("raise optim.clip_norm above 7.5,")
+    assert "Lower the learning rate only if the loss also spikes" in fix
+
+
 def test_throughput_against_the_runs_own(told: Told) -> None:
     assert told.see(5 + LEAST_KNOWN + RECENT, tokens_per_s=100.0) == []
     assert told.see(RECENT, tokens_per_s=91.0) == []

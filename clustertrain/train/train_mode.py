@@ -1,0 +1,72 @@
+"""Modules that are trained while they are in evaluation mode, as a library may have handed them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from clustertrain.train.stability.warnings import Warning
+
+LISTED = 5
+
+
+def in_eval_mode(model: nn.Module) -> list[str]:
+    """The names of the outermost modules in evaluation mode that hold parameters to train; the whole model is
+    ``""``. A frozen module is in that mode on purpose."""
+    return list(_outermost(model, ""))
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[str]:
+    if not module.training:
+        if any(p.requires_grad for p in module.parameters()):
+            yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+
+
+def warning(names: Sequence[str], *, switched: bool) -> Warning:
+    """``switched``: the trainer has put them into training mode."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    which = "the model" if list(names) == [""] else ", ".join(names[:LISTED]) + more
+    was = f"{which} {'was' if len(names) == 1 else 'were'}"
+    if switched:
+        return Warning(
+            "eval_mode",
+            f"{was} in evaluation mode with parameters to train, and is now in training mode",
+            "if a part has to stay in evaluation mode (a frozen batch norm), list it in optim.freeze",
+        )
+    return Warning(
+        "eval_mode",
+        f"{was} in evaluation mode in a training step: no dropout there, and batch norms do not update",
+        "call model.train() before the loop, and again after your own evaluation; freeze what has to stay as it is",
+    )
+
+
+def set_train_mode(model: nn.Module) -> list[str]:
+    """Put what :func:`in_eval_mode` finds into training mode; returns the names."""
+    names = in_eval_mode(model)
+    for name in names:
+        model.get_submodule(name).train()
+    return names
+
+
+def on_first_eval_forward(parts: Sequence[nn.Module], report: Callable[[list[str]], None]) -> None:
+    """Call ``report`` with the names that :func:`in_eval_mode` finds at the first forward pass that records gradients,
+    if there are any. A script may set the mode at any time before it."""
+    handles: list[RemovableHandle] = []
+
+    def look(module: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        while handles:
+            handles.pop().remove()
+        names = in_eval_mode(module)
+        if names:
+            report(names)
+
+    handles.extend(part.register_forward_pre_hook(look) for part in parts)

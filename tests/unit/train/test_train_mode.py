@@ -1,0 +1,80 @@
+"""Modules that are trained while they are in evaluation mode."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import clustertrain as ct
+from clustertrain.spec.recipe import Recipe
+from clustertrain.spec.strict import build
+from clustertrain.train import train_mode
+from clustertrain.train.models import task
+
+
+class Finetuned(nn.Module):
+    """A head on a backbone that a library has returned in evaluation mode, as ``from_pretrained`` does."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+        self.head = nn.Linear(4, 4)
+        if frozen:
+            self.backbone.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.backbone(x))
+        return out
+
+
+def test_only_modules_with_parameters_to_train_are_found() -> None:
+    assert train_mode.in_eval_mode(Finetuned()) == ["backbone"]
+    assert train_mode.in_eval_mode(Finetuned(frozen=True)) == []
+    assert train_mode.in_eval_mode(Finetuned().eval()) == [""]
+    model = Finetuned()
+    assert train_mode.set_train_mode(model) == ["backbone"]
+    assert all(m.training for m in model.modules())
+    frozen = Finetuned(frozen=True)
+    assert train_mode.set_train_mode(frozen) == [] and not frozen.backbone.training
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("as it came", True), ("train()", False)])
+def test_a_script_is_warned_in_its_first_training_step(
+    mode: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), ct.session(device="cpu") as session:
+        model = session.parallelize(Finetuned())
+        with torch.no_grad():
+            model(torch.zeros(1, 4))  # an evaluation before the first step is no training
+        assert not caplog.messages
+        if mode == "train()":
+            model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in session.steps(total=3, state={"model": model, "optimizer": optimizer}):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    found = [m for m in caplog.messages if "evaluation mode" in m]
+    assert len(found) == warned
+    if warned:
+        assert "step 1: backbone was in evaluation mode in a training step" in found[0]
+        assert "call model.train()" in found[0]
+
+
+def test_the_trainer_switches_a_module_that_an_entry_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "entry_in_eval_mode.py").write_text(
+        "from torch import nn\ndef model(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = build(
+        {"model": {"entry": "entry_in_eval_mode:model"}, "data": {"kind": "images", "path": "digits", "image_size": 8}},
+        Recipe,
+        "recipe.toml",
+    )
+    found = task(recipe)
+    assert found.left_eval_mode == [""] and found.model.training
+    text = train_mode.warning(found.left_eval_mode, switched=True).text
+    assert text == "the model was in evaluation mode with parameters to train, and is now in training mode"
