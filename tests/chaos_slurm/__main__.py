@@ -17,7 +17,8 @@ from pathlib import Path
 
 from clustertrain import clock
 from tests.chaos_slurm import patience, testbed
-from tests.chaos_slurm.storm import Report, Storm, plan_of
+from tests.chaos_slurm.lane import Report, plan_of
+from tests.chaos_slurm.storm import Storm
 
 
 def main() -> int:
@@ -34,13 +35,13 @@ def main() -> int:
     storm = Storm(folder, [plan_of(args.seed, number) for number in numbers])
     started = clock.monotonic()
     try:
-        with testbed.testbed():
+        with storm.disks(), testbed.testbed():
             storm.play()
     except testbed.TestbedFailed as e:
         print(e, file=sys.stderr)
         return testbed.CANNOT_RUN
-    except patience.Stopped:
-        print("interrupted")
+    except patience.Stopped as e:
+        print(e or "interrupted", file=sys.stderr)
         return 130
     finally:
         summary(args.seed, storm.reports, clock.monotonic() - started)

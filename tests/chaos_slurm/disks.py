@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from tests.chaos_slurm import testbed
@@ -46,7 +47,7 @@ def full(folder: Path) -> Iterator[None]:
         filler.unlink(missing_ok=True)
 
 
-def _fill(file: object, block: bytes) -> None:
+def _fill(file: FileIO, block: bytes) -> None:
     while True:
         try:
             if file.write(block) < len(block):

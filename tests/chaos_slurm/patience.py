@@ -12,7 +12,7 @@ POLL_S = 0.3
 
 
 class Stopped(Exception):
-    """The storm was interrupted."""
+    """The storm was interrupted, or stopped itself."""
 
 
 _stopped = threading.Event()

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -26,32 +27,32 @@ folder.mkdir(exist_ok=True)
 log = os.open(folder / f"attempt-{attempt}-rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
-def write(**line):
+def write(**line: Any) -> None:
     data = {"attempt": attempt, "rank": rank, "pid": os.getpid(), "wall": time.time(), **line}
     os.write(log, json.dumps(data).encode() + b"\n")
 
 
-def committed():
+def committed() -> int:
     return max((int(p.parent.name[5:]) for p in run.glob("checkpoints/step-*/COMMITTED")), default=0)
 
 
-def pace():
+def pace() -> float:
     try:
         return float((folder / "pace").read_text())
     except (OSError, ValueError):
         return 0.0
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self):
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(512, 8, generator=generator)
         self.y = (self.x.sum(1) > 0).long()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.y)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[i], self.y[i]
 
 

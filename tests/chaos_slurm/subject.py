@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from clustertrain import fsio, settings
+from clustertrain import clock, fsio, settings
 from clustertrain.cli.jobs import status_json
 from clustertrain.launch.look import look
 from clustertrain.run import attempts
@@ -29,6 +29,7 @@ TOTAL = 300
 PACE_S = 0.05
 BEGIN_S = 240.0  # for a run to train after it was submitted
 FINAL_S = 120.0  # for a run that has been cancelled or has lost its batch process
+LOOK_S = 3.0  # between two questions to Slurm
 COMMAND_S = 240.0  # of one of our commands; with slurmctld away they wait for it
 
 
@@ -92,14 +93,16 @@ class Subject:
 
     def trains_or_ends(self) -> str:
         """Waits until it has progressed or is over; returns its state."""
-        state = ""
+        state, next_look = "unknown", 0.0
 
         def holds() -> bool:
-            nonlocal state
-            progressed, state = self.progressed(), str(self.status()["state"])
-            return progressed or state in FINAL
+            nonlocal state, next_look
+            if not self.progressed() and clock.monotonic() < next_look:
+                return False
+            next_look, state = clock.monotonic() + LOOK_S, str(self.status()["state"])
+            return self.progressed() or state in FINAL
 
-        assert wait_until(holds, BEGIN_S, 1.0), f"{self.id} is {state} and does not train"
+        assert wait_until(holds, BEGIN_S), f"{self.id} is {state} and does not train"
         return state
 
     def status(self) -> dict[str, Any]:
