@@ -14,7 +14,7 @@ from tests.chaos_slurm.subject import Subject, finish, send
 @dataclass(frozen=True)
 class Fault:
     """A kind of ``faults.MENU``, drawn. ``moment``: while the run trains, stops for a requeue, or begins again.
-    ``seconds``: how long what is taken away stays away. ``pick``: between 0 and 1, chooses ranks, nodes and moments."""
+    ``seconds``: for how long, of a kind that lasts. ``pick``: between 0 and 1, chooses ranks, nodes and moments."""
 
     kind: str
     moment: str
@@ -24,7 +24,8 @@ class Fault:
 
     def __str__(self) -> str:
         during = f", meanwhile {self.during}" if self.during else ""
-        return f"{self.kind} ({self.seconds:.0f} s){during} while {self.moment}"
+        away = f" for {self.seconds:.0f} s" if self.seconds else ""
+        return f"{self.kind}{away}{during} while {self.moment}"
 
 
 @dataclass

@@ -51,7 +51,7 @@ _NODE = _of(NODE_FAILURE, COMMUNICATION, HANG, UNKNOWN)
 MENU: dict[str, Kind] = {
     "kill rank": Kind(4, acts.kill_rank, _DIED),
     "stop rank": Kind(2, acts.stop_rank, _of(HANG, COMMUNICATION), ranks=2),
-    "pause rank": Kind(1, acts.pause_rank, _of(), harmless=True),
+    "pause rank": Kind(1, acts.pause_rank, _of(), harmless=True, away=True),
     "kill torchrun": Kind(3, acts.kill_torchrun, _DIED),
     "kill agent": Kind(3, acts.kill_agent, _DIED),
     "kill batch": Kind(3, acts.kill_batch, _of(UNKNOWN), by_hand=True),
@@ -86,10 +86,9 @@ def draw(rng: random.Random, ranks: int) -> Fault:
     moment = rng.choice(MOMENTS)
     seconds = 5.0 * 18.0 ** (rng.random() ** 1.5)  # 5 to 90, mostly short
     pick = rng.random()
-    during = rng.choice(list(DURING))
-    if not name.startswith("kill slurm"):
-        return Fault(name, moment, seconds, pick)
-    return Fault(name, "training", seconds, pick, during)
+    if MENU[name].alone:
+        return Fault(name, "training", seconds, pick, rng.choice(list(DURING)))
+    return Fault(name, moment, seconds if MENU[name].away else 0.0, pick)
 
 
 def kind_of(fault: Fault) -> Kind:

@@ -26,19 +26,40 @@ def _by_attempt(lines: Iterable[Line], key: str) -> dict[int, list[Line]]:
     return dict(sorted(found.items()))
 
 
-def overlaps(lines: Sequence[Line]) -> list[str]:
-    """At most one attempt trains at any moment: none has a step that ends after a later attempt's first one began."""
+def overlaps(lines: Sequence[Line], cut_off: Set[int] = frozenset()) -> list[str]:
+    """At most one attempt trains at any moment: none has a step that ends after a later attempt's first one began.
+
+    Args:
+        cut_off: attempts on a node that nobody reached. Slurm gives their run to another node, and they learn of it only
+            when they commit, which :func:`late_commits` judges.
+    """
     steps = _by_attempt(lines, "step")
     broken = []
     for earlier, later in itertools.combinations(steps, 2):
         began = min(line["start"] for line in steps[later])
         late = [line for line in steps[earlier] if line["end"] > began]
-        if late:
+        if late and earlier not in cut_off:
             lasted = max(line["end"] for line in late) - began
             broken.append(
                 f"attempts {earlier} and {later} trained at the same time for {lasted:.2f} s "
                 f"({len(late)} steps of attempt {earlier}, up to step {max(line['step'] for line in late)})"
             )
+    return broken
+
+
+def late_commits(lines: Sequence[Line], commits: Mapping[int, Sequence[Line]]) -> list[str]:
+    """No attempt commits a checkpoint after a later one has begun to train.
+
+    Args:
+        commits: by attempt its ``checkpoint`` events.
+    """
+    steps = _by_attempt(lines, "step")
+    broken = []
+    for earlier, later in itertools.combinations(sorted({*steps, *commits}), 2):
+        began = min((line["wall"] for line in steps.get(later, [])), default=None)
+        late = [c["step"] for c in commits.get(earlier, []) if began is not None and c["t"] > began]
+        if late:
+            broken.append(f"attempt {earlier} committed steps {late} after attempt {later} had begun to train")
     return broken
 
 

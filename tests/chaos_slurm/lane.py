@@ -69,6 +69,7 @@ class Life:
     allowed: dict[int, set[str]] = field(default_factory=dict)
     rounds: int = 0
     lost_rank_dirs: int = 0
+    cut_off: set[int] = field(default_factory=set)
     known: set[str] = field(default_factory=set)  # violations that have been told
 
     def allow(self, first: int, endings: frozenset[str]) -> None:
@@ -134,6 +135,8 @@ class Lane(threading.Thread):
         deed = Deed(subject, fault, report.story)
         done_before = clock.monotonic()
         kind.act(deed)
+        if fault.kind == "partition node":
+            life.cut_off.add(hit)
         life.lost_rank_dirs += deed.lost_rank_dirs
         life.rounds += 1
         harmless = kind.harmless or not deed.reached
@@ -209,7 +212,8 @@ class Lane(threading.Thread):
     def check(self, life: Life) -> list[str]:
         subject = life.subject
         lines, status = subject.lines(), subject.status()
-        found = invariants.overlaps(lines) + invariants.lost_steps(lines)
+        found = invariants.overlaps(lines, life.cut_off) + invariants.lost_steps(lines)
+        found += invariants.late_commits(lines, subject.commits())
         found += invariants.untrue_endings(status["attempts"], life.allowed, lines, TOTAL)
         newest = subject.attempt()
         if not wait_until(lambda: not invariants.processes_left(subject.path, before=newest), GONE_S, 1.0):

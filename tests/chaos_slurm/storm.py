@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from clustertrain import clock
-from tests.chaos_slurm import disks
+from tests.chaos_slurm import disks, testbed
 from tests.chaos_slurm.lane import SHAPES, Lane, Plan, Report
 from tests.chaos_slurm.patience import Stopped, Turns, pause, stop
 from tests.chaos_slurm.subject import Subject
@@ -52,13 +52,16 @@ class Storm:
                 if clock.monotonic() - self.told_at > ROUND_S:
                     faulthandler.dump_traceback(all_threads=True)
                     raise Stopped(f"no round has ended for {ROUND_S:g} s")
-                for lane in lanes:
-                    if lane.error is not None:
-                        raise lane.error
+                if any(lane.error for lane in lanes):
+                    break
         finally:
             stop()
             for lane in lanes:
                 lane.join(STOP_S)
+            testbed.end_jobs([lane.title for lane in lanes])
+        for lane in lanes:
+            if lane.error is not None:
+                raise lane.error
 
     def undisturbed(self, subject: Subject) -> str:
         with self._twin:
@@ -69,9 +72,8 @@ class Storm:
             self.reports.append(report)
             self.told_at = clock.monotonic()
             verdict = "BROKEN" if report.broken else "held"
-            print(
-                f"{report.plan.number} {verdict} {report.run}: {report.plan.fault} [{report.wall_s:.0f} s]", flush=True
-            )
+            head = f"{report.plan.number} {verdict} {report.run}: {report.plan.fault}"
+            print(f"{head} [{report.wall_s:.0f} s]", flush=True)
             for line in report.story:
                 print(f"    {line}", flush=True)
             for line in report.broken:

@@ -17,7 +17,7 @@ import psutil
 from clustertrain import clock, fsio, settings
 from clustertrain.cli.jobs import status_json
 from clustertrain.launch.look import look
-from clustertrain.run import attempts
+from clustertrain.run import attempts, events
 from clustertrain.run.folder import RunDir
 from clustertrain.run.state import FINAL
 from tests.chaos_slurm import testbed
@@ -82,6 +82,11 @@ class Subject:
 
     def committed(self) -> int:
         return max(self.run.committed_steps(), default=0)
+
+    def commits(self) -> dict[int, list[dict[str, Any]]]:
+        """The events of commits, by attempt."""
+        logs = {a.n: events.of_attempt(a) for a in self.run.attempts()}
+        return {n: list(events.named(log, "checkpoint")) for n, log in logs.items()}
 
     def progressed(self) -> bool:
         """The newest attempt has done steps and committed one of them."""

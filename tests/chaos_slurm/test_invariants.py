@@ -21,7 +21,7 @@ def attempt(n: int, steps: Sequence[int], *, at: float, committed: int = 0, rank
     for rank in range(ranks):
         lines.append({"attempt": n, "rank": rank, "begin": at, "committed": committed})
         lines += [
-            {"attempt": n, "rank": rank, "step": step, "start": at + i, "end": at + i + 0.9}
+            {"attempt": n, "rank": rank, "step": step, "start": at + i, "end": at + i + 0.9, "wall": at + i + 1000}
             for i, step in enumerate(steps)
         ]
     return lines
@@ -46,6 +46,14 @@ def test_an_attempt_far_older_than_the_newest_that_trains_with_it() -> None:
     lines = [*SOUND, *attempt(1, [7], at=11.0), *attempt(3, [9], at=20.0, committed=8)]
     (found,) = invariants.overlaps(lines)
     assert "attempts 1 and 2" in found
+
+
+def test_an_attempt_that_was_cut_off_may_train_until_it_commits() -> None:
+    lines = attempt(1, range(1, 12), at=0.0) + attempt(2, [6, 7, 8], at=8.0, committed=5)
+    assert invariants.overlaps(lines, cut_off={1}) == []
+    assert invariants.late_commits(lines, {1: [{"step": 5, "t": 1005.0}], 2: [{"step": 8, "t": 1012.0}]}) == []
+    (found,) = invariants.late_commits(lines, {1: [{"step": 5, "t": 1005.0}, {"step": 10, "t": 1010.0}]})
+    assert found == "attempt 1 committed steps [10] after attempt 2 had begun to train"
 
 
 def test_an_attempt_that_begins_before_the_newest_commit_has_lost_steps() -> None:

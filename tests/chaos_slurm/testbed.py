@@ -16,7 +16,9 @@ from clustertrain import clock
 FOLDER = Path(__file__).parents[2] / "slurm" / "testbed"
 STATE = os.environ.get("CLUSTERTRAIN_TESTBED_DIR", "/var/tmp/clustertrain-testbed")
 CANNOT_RUN = 77
+NOT_THERE = 3  # of status: no testbed at all
 COMMAND_S = 60.0
+GONE_S = 60.0
 TRIES = 3  # on a busy machine a node may take longer to come back than the testbed waits
 
 
@@ -44,7 +46,9 @@ def _testbed(command: str, *argv: str) -> None:
 
 @contextmanager
 def testbed() -> Iterator[None]:
-    """Up while the context lasts, and this process's environment is that of its user; down after it in any case."""
+    """Up while the context lasts, and this process's environment is that of its user. It is down afterwards unless it
+    was up before."""
+    was = run(str(FOLDER / "status")).returncode
     try:
         _testbed("up")
         script = '. "$1" && env -0'
@@ -52,7 +56,7 @@ def testbed() -> Iterator[None]:
         os.environ.update(entry.split("=", 1) for entry in out.stdout.split("\0") if "=" in entry)
         yield
     finally:
-        _testbed("down")
+        _testbed("down" if was == NOT_THERE else "up")
 
 
 def repair() -> None:
@@ -94,6 +98,8 @@ def preempt(nodes: Sequence[str]) -> str:
     return run("sbatch", *argv, "-J", "preemptor", "-t", "1", "--wrap", "true").stderr
 
 
-def end_all_jobs() -> None:
-    run("scancel", "--user", str(os.getuid()))
-    clock.wait_until(lambda: not run("squeue", "-h").stdout.strip(), 60.0, 1.0)
+def end_jobs(names: Sequence[str]) -> None:
+    """End all jobs of these names, and wait until they are gone."""
+    argv = ["-n", ",".join(names)]
+    run("scancel", *argv)
+    clock.wait_until(lambda: not run("squeue", "-h", *argv).stdout.strip(), GONE_S, 1.0)
