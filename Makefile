@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape optimizers chaos-checkpoint fuzz gpu-check clean
+.PHONY: help setup demo test test-fast test-packages check format benchmarks parity reshape optimizers chaos-checkpoint chaos-slurm fuzz gpu-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -67,6 +67,9 @@ optimizers: setup ## every optimizer under every layout against one process; wri
 
 chaos-checkpoint: setup ## 100 short runs to which things happen, each brought to its end; CHAOS='--seed S --rounds N'
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm testbed, as root; CHAOS='--seed S --rounds N --round K'
+	$(BIN)/python -m tests.chaos_slurm $(CHAOS)
 
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
 	$(BIN)/python -m tests.fuzz $(FUZZ)

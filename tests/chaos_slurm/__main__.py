@@ -1,0 +1,64 @@
+"""``python -m tests.chaos_slurm``: runs on the one-machine Slurm cluster to which things happen, round after round;
+``--round N`` plays one again. Needs root; brings the cluster up and takes it down.
+
+Exit status: 0 all held, 1 something did not, 77 this machine cannot run the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from clustertrain import clock
+from tests.chaos_slurm import patience, testbed
+from tests.chaos_slurm.lane import Report, plan_of
+from tests.chaos_slurm.storm import Storm
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos_slurm", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", default=os.urandom(3).hex(), help="what the rounds are drawn from")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N")
+    parser.add_argument("--round", type=int, metavar="N", help="this one alone")
+    args = parser.parse_args()
+    numbers = range(args.rounds) if args.round is None else range(args.round, args.round + 1)
+    print(f"seed {args.seed}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: patience.stop())
+    folder = Path(tempfile.mkdtemp(prefix="chaos-slurm-"))
+    storm = Storm(folder, [plan_of(args.seed, number) for number in numbers])
+    started = clock.monotonic()
+    try:
+        with storm.disks(), testbed.testbed():
+            storm.play()
+    except testbed.TestbedFailed as e:
+        print(e, file=sys.stderr)
+        return testbed.CANNOT_RUN
+    except patience.Stopped as e:
+        print(e or "interrupted", file=sys.stderr)
+        return 130
+    finally:
+        summary(args.seed, storm.reports, clock.monotonic() - started)
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if any(r.broken for r in storm.reports) or len(storm.reports) < len(numbers) else 0
+
+
+def summary(seed: str, reports: list[Report], wall_s: float) -> None:
+    kinds = collections.Counter(r.plan.fault.kind for r in reports)
+    broken = [r for r in reports if r.broken]
+    print(f"seed {seed}: {len(reports) - len(broken)} of {len(reports)} rounds held, {wall_s:.0f} s")
+    print("faults: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
+    for report in broken:
+        print(f"round {report.plan.number} ({report.plan.fault}):")
+        for words in report.broken:
+            print(f"    {words.splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

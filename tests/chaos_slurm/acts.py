@@ -1,0 +1,240 @@
+"""How each fault is done to a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.chaos_slurm import disks, testbed
+from tests.chaos_slurm.patience import pause
+from tests.chaos_slurm.subject import Subject, finish, send
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of ``faults.MENU``, drawn. ``moment``: while the run trains, stops for a requeue, or begins again.
+    ``seconds``: for how long, of a kind that lasts. ``pick``: between 0 and 1, chooses ranks, nodes and moments."""
+
+    kind: str
+    moment: str
+    seconds: float
+    pick: float
+    during: str = ""  # what happens to the run while a daemon is away
+
+    def __str__(self) -> str:
+        during = f", meanwhile {self.during}" if self.during else ""
+        away = f" for {self.seconds:.0f} s" if self.seconds else ""
+        return f"{self.kind}{away}{during} while {self.moment}"
+
+
+@dataclass
+class Deed:
+    """A fault that is being done to a run. ``notes``: what was done, in words. ``reached``: somebody was there to be
+    hit. ``accepted``: commands that said the run goes on, with nothing after them that ends it."""
+
+    subject: Subject
+    fault: Fault
+    notes: list[str] = field(default_factory=list)
+    reached: bool = True
+    accepted: list[str] = field(default_factory=list)
+    lost_rank_dirs: int = 0
+
+    def hit(self, what: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """One process of that name."""
+        found = sorted(self.subject.named(what), key=lambda p: p.pid)
+        chosen = found[int(self.fault.pick * len(found)) :][:1]
+        pids = send(chosen, number)
+        self.reached = bool(pids)
+        self.notes.append(f"{number.name} to {what} {pids}")
+
+    def commands(self, *verbs: str) -> list[int]:
+        """Commands of ours, all started at the same moment; their exit codes."""
+        started = [self.subject.start(verb, self.subject.id) for verb in verbs]
+        done = [finish(p) for p in started]
+        for verb, d in zip(verbs, done, strict=True):
+            said = (d.stdout + d.stderr).strip().splitlines()
+            self.notes.append(f"{verb}: {d.returncode} {said[0] if said else ''}")
+            if "Traceback" in d.stderr:
+                raise AssertionError(f"`{verb}` ended with a traceback:\n{d.stderr}")
+        return [d.returncode for d in done]
+
+    def slurm(self, *argv: str) -> None:
+        done = testbed.run(*argv)
+        self.notes.append(f"{' '.join(argv)}: {done.returncode} {done.stderr.strip()}")
+
+
+# -- processes
+
+
+def kill_rank(deed: Deed) -> None:
+    deed.hit("rank")
+
+
+def stop_rank(deed: Deed) -> None:
+    deed.hit("rank", signal.SIGSTOP)
+
+
+def pause_rank(deed: Deed) -> None:
+    found = deed.subject.named("rank")[:1]
+    send(found, signal.SIGSTOP)
+    try:
+        pause(min(deed.fault.seconds, 8.0))
+    finally:
+        send(found, signal.SIGCONT)
+
+
+def kill_torchrun(deed: Deed) -> None:
+    deed.hit("torchrun")
+
+
+def kill_agent(deed: Deed) -> None:
+    deed.hit("agent")
+    deed.lost_rank_dirs += 1
+
+
+def kill_batch(deed: Deed) -> None:
+    deed.hit("batch")
+    deed.lost_rank_dirs += deed.subject.shape.nodes
+
+
+def kill_srun(deed: Deed) -> None:
+    deed.hit("srun")
+    deed.lost_rank_dirs += deed.subject.shape.nodes
+
+
+# -- the scheduler's and our commands
+
+
+def preempt(deed: Deed) -> None:
+    deed.notes.append(testbed.preempt(deed.subject.nodes()).strip())
+
+
+def scontrol_requeue(deed: Deed) -> None:
+    deed.slurm("scontrol", "requeue", deed.subject.job_id())
+
+
+def scancel_term(deed: Deed) -> None:
+    deed.slurm("scancel", "-s", "TERM", deed.subject.job_id())
+
+
+def scancel(deed: Deed) -> None:
+    deed.slurm("scancel", deed.subject.job_id())
+
+
+def time_limit(deed: Deed) -> None:
+    job = deed.subject.job_id()
+    minutes = testbed.minutes_run(job) + 1
+    deed.slurm("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
+
+
+def requeue(deed: Deed) -> None:
+    deed.accepted += ["requeue"] * deed.commands("requeue").count(0)
+
+
+def two_requeues(deed: Deed) -> None:
+    deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
+
+
+def cancel(deed: Deed) -> None:
+    deed.commands("cancel")
+
+
+def two_cancels(deed: Deed) -> None:
+    deed.commands("cancel", "cancel")
+
+
+def cancel_and_requeue(deed: Deed) -> None:
+    deed.commands("cancel", "requeue")
+
+
+def cancel_then_requeue(deed: Deed) -> None:
+    deed.commands("cancel")
+    deed.accepted += ["requeue"] * deed.commands("requeue").count(0)
+
+
+def cancel_then_two_requeues(deed: Deed) -> None:
+    deed.commands("cancel")
+    deed.subject.wait_for_final()
+    deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
+
+
+def kill_batch_then_two_requeues(deed: Deed) -> None:
+    kill_batch(deed)
+    deed.subject.wait_for_final()
+    deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
+
+
+# -- nodes, daemons, disks
+
+
+def away(deed: Deed, action: str) -> None:
+    nodes = deed.subject.nodes()
+    name = nodes[int(deed.fault.pick * len(nodes))]
+    deed.notes.append(f"{action} {name}")
+    deed.lost_rank_dirs += 1
+    try:
+        testbed.node(action, name)
+        pause(deed.fault.seconds)
+    finally:
+        testbed.node("heal", name)
+
+
+def kill_node(deed: Deed) -> None:
+    away(deed, "kill")
+
+
+def partition(deed: Deed) -> None:
+    away(deed, "partition")
+
+
+def daemon(deed: Deed, name: str) -> None:
+    during = DURING[deed.fault.during]
+    try:
+        if during is preempt:  # it needs the scheduler to begin
+            during(deed)
+            pause(3.0 * deed.fault.pick)
+        testbed.kill_daemon(name)
+        if during is not preempt:
+            during(deed)
+        pause(deed.fault.seconds)
+    finally:
+        testbed.repair()
+
+
+def slurmctld(deed: Deed) -> None:
+    daemon(deed, "slurmctld")
+
+
+def slurmdbd(deed: Deed) -> None:
+    daemon(deed, "slurmdbd")
+
+
+def full(deed: Deed) -> None:
+    with disks.full(deed.subject.home):
+        pause(deed.fault.seconds)
+
+
+def run_read_only(deed: Deed) -> None:
+    with disks.read_only(deed.subject.path):
+        pause(deed.fault.seconds)
+
+
+def checkpoints_read_only(deed: Deed) -> None:
+    with disks.read_only(deed.subject.run.checkpoints):
+        pause(deed.fault.seconds)
+
+
+def nothing(deed: Deed) -> None:
+    pass
+
+
+# To a run while a daemon is away.
+DURING: dict[str, Callable[[Deed], None]] = {
+    "": nothing,
+    "kill rank": kill_rank,
+    "requeue": requeue,
+    "preempt": preempt,
+    "cancel": cancel,
+    "kill batch": kill_batch,
+}

@@ -1,0 +1,101 @@
+"""What a storm does to a run, and what may then be recorded of it: the menu, and the endings that are true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from clustertrain.run.endings import (
+    CANCELLED,
+    COMMUNICATION,
+    HANG,
+    NODE_FAILURE,
+    PREEMPTED,
+    TIME_LIMIT,
+    UNKNOWN,
+)
+from tests.chaos_slurm import acts
+from tests.chaos_slurm.acts import DURING, Deed, Fault
+
+MOMENTS = ("training", "training", "training", "training", "stopping", "beginning")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``endings``: all that may truly be recorded of an attempt that this is done to, beside completed. ``harmless``:
+    the attempt may also go on. ``by_hand``: the run may stop, and ``status`` then says to type ``requeue``.
+    ``cancels``: the run may end cancelled. ``away``: lasts for the fault's seconds. ``alone``: hits the whole cluster.
+    ``ranks``: needs so many ranks."""
+
+    weight: int
+    act: Callable[[Deed], None]
+    endings: frozenset[str]
+    harmless: bool = False
+    by_hand: bool = False
+    cancels: bool = False
+    away: bool = False
+    alone: bool = False
+    ranks: int = 1
+
+
+def _of(*endings: str) -> frozenset[str]:
+    return frozenset(endings)
+
+
+# A rank's death reaches its peers as a broken connection, and which of the two is seen first is chance.
+_DIED = _of(UNKNOWN, COMMUNICATION)
+# Slurm calls a job whose node is gone a node failure; peers may see the broken connection before that.
+_NODE = _of(NODE_FAILURE, COMMUNICATION, HANG, UNKNOWN)
+
+MENU: dict[str, Kind] = {
+    "kill rank": Kind(4, acts.kill_rank, _DIED),
+    "stop rank": Kind(2, acts.stop_rank, _of(HANG, COMMUNICATION), ranks=2),
+    "pause rank": Kind(1, acts.pause_rank, _of(), harmless=True, away=True),
+    "kill torchrun": Kind(3, acts.kill_torchrun, _DIED),
+    "kill agent": Kind(3, acts.kill_agent, _DIED),
+    "kill batch": Kind(3, acts.kill_batch, _of(UNKNOWN), by_hand=True),
+    "kill srun": Kind(2, acts.kill_srun, _of(UNKNOWN), by_hand=True),
+    "preempt": Kind(4, acts.preempt, _of(PREEMPTED)),
+    "scontrol requeue": Kind(3, acts.scontrol_requeue, _of(PREEMPTED)),
+    "scancel -s TERM": Kind(3, acts.scancel_term, _of(PREEMPTED, UNKNOWN), harmless=True),
+    "scancel": Kind(2, acts.scancel, _of(CANCELLED), cancels=True),
+    "lower time limit": Kind(2, acts.time_limit, _of(TIME_LIMIT)),
+    "requeue": Kind(2, acts.requeue, _of(PREEMPTED)),
+    "two requeues": Kind(3, acts.two_requeues, _of(PREEMPTED)),
+    "cancel": Kind(1, acts.cancel, _of(CANCELLED), cancels=True),
+    "two cancels": Kind(2, acts.two_cancels, _of(CANCELLED), cancels=True),
+    "cancel and requeue": Kind(3, acts.cancel_and_requeue, _of(CANCELLED, PREEMPTED), cancels=True),
+    "cancel then requeue": Kind(3, acts.cancel_then_requeue, _of(CANCELLED), cancels=True),
+    "cancel then two requeues": Kind(4, acts.cancel_then_two_requeues, _of(CANCELLED, PREEMPTED), cancels=True),
+    "kill batch then two requeues": Kind(3, acts.kill_batch_then_two_requeues, _of(UNKNOWN, PREEMPTED), by_hand=True),
+    "kill node": Kind(2, acts.kill_node, _NODE, away=True),
+    "partition node": Kind(2, acts.partition, _NODE, harmless=True, away=True),
+    "kill slurmctld": Kind(5, acts.slurmctld, _of(), harmless=True, away=True, alone=True),
+    "kill slurmdbd": Kind(2, acts.slurmdbd, _of(), harmless=True, away=True, alone=True),
+    "disk full": Kind(2, acts.full, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
+    "run read-only": Kind(2, acts.run_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
+    "checkpoints read-only": Kind(2, acts.checkpoints_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
+}
+OF_MOMENT = {"training": _of(), "stopping": _of(PREEMPTED), "beginning": _of(PREEMPTED)}
+
+
+def draw(rng: random.Random, ranks: int) -> Fault:
+    kinds = [name for name, kind in MENU.items() if kind.ranks <= ranks]
+    name = rng.choices(kinds, [MENU[k].weight for k in kinds])[0]
+    moment = rng.choice(MOMENTS)
+    seconds = 5.0 * 18.0 ** (rng.random() ** 1.5)  # 5 to 90, mostly short
+    pick = rng.random()
+    if MENU[name].alone:
+        return Fault(name, "training", seconds, pick, rng.choice(list(DURING)))
+    return Fault(name, moment, seconds if MENU[name].away else 0.0, pick)
+
+
+def kind_of(fault: Fault) -> Kind:
+    """The fault's kind, with what may come of what happens meanwhile."""
+    kind = MENU[fault.kind]
+    other = MENU.get(fault.during)
+    endings = kind.endings | OF_MOMENT[fault.moment] | (other.endings if other else _of())
+    if other is None:
+        return replace(kind, endings=endings)
+    return replace(kind, endings=endings, harmless=other.harmless, by_hand=other.by_hand, cancels=other.cancels)
