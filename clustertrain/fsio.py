@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clustertrain import reading
+from clustertrain import reading, settings
 
 
 def fsync_folder(folder: Path) -> None:
@@ -164,8 +164,15 @@ def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what lacks above it, each as open to the group as the folder it is in."""
+    """Make ``path`` and what lacks above it, each as open to the group as the folder it is in. A process of a run does
+    not make the folder of its run: where that was removed, nothing would be seen of what is written into another one.
+
+    Raises:
+        FileNotFoundError: the folder of this process's run is gone.
+    """
     if not path.is_dir():
+        if str(path) == os.environ.get(settings.RUN_DIR):
+            raise FileNotFoundError(errno.ENOENT, "the folder of the run is gone", str(path))
         make_folder(path.parent)
         claim_folder(path)
 

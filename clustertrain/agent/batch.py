@@ -100,9 +100,9 @@ class Batch:
         if step.orphaned:
             return EXIT_FAILED  # whoever continues the run closes this attempt
         self._close_requests(step)
-        newer = self._newer_attempt()
-        if newer is not None:  # whose start has closed this attempt, and which decides what becomes of the run
-            print(f"clustertrain: attempt {self.attempt.n} was taken over by attempt {newer}", flush=True)
+        lost = self._lost()
+        if lost:  # what becomes of the run is decided elsewhere
+            print(f"clustertrain: attempt {self.attempt.n} decides nothing: {lost}", flush=True)
             return EXIT_NO_REQUEUE
         sequel = Sequel(
             self.run,
@@ -236,6 +236,19 @@ class Batch:
             self.log.write("taken_over", by=newer)
         if step.taken_over:
             self._abort(step)
+
+    def _lost(self) -> str:
+        """Why the run is not this attempt's any more; empty while it is."""
+        newer = self._newer_attempt()
+        if newer is not None:
+            return f"taken over by attempt {newer}"
+        try:
+            self.run.path.stat()
+        except FileNotFoundError:
+            return f"the folder of the run is gone: {self.run.path}"
+        except OSError:
+            pass  # a server's bad minute
+        return ""
 
     def _newer_attempt(self) -> int | None:
         try:

@@ -126,3 +126,11 @@ def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: R
     assert backend.done == [] and events.last(log, "ended") is None and events.last(log, "stopped") is None
     taken = events.last(log, "taken_over")
     assert taken is not None and taken["by"] == 2
+
+
+def test_a_run_whose_folder_was_removed_is_not_started_again(run: RunDir) -> None:
+    backend = OneJob()
+    batch = batch_of(run, backend)
+    argv = [sys.executable, "-c", f"import shutil; shutil.rmtree({str(run.path)!r})"]
+    assert batch.main(argv) == EXIT_NO_REQUEUE
+    assert backend.done == [] and not run.path.exists()

@@ -256,7 +256,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
     manager.save(6, make_state())
     monkeypatch.setattr(storage, "PAUSE_S", 0.01)
     monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(folders, "sweep", lambda root: None)
+    monkeypatch.setattr(folders, "sweep", lambda root, fence: None)
     with monkeypatch.context() as patch:
         patch.setattr(target, name, failing(getattr(target, name), number, 10**6))
         with pytest.raises(StorageError, match=os.strerror(number)) as e:

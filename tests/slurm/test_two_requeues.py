@@ -1,0 +1,54 @@
+"""A run that ended without its own word, and two commands that continue it at the same moment."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import runs
+from tests.runs import CLI, Run
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize("ended_by", ["scancel", "kill"])
+def test_of_two_requeues_at_once_one_goes_on_with_the_run(
+    cluster: Any, submitted: Callable[..., Run], tmp_path: Path, ended_by: str
+) -> None:
+    recipe = runs.write_recipe(tmp_path, steps=120, every=20)
+    run = submitted("--nodes", "1", "--gpus", "1", "--cpus-per-gpu", "1", str(recipe))
+    run.wait_for_step(30)
+    if ended_by == "scancel":
+        cluster.run("scancel", "--signal=KILL", "--full", run.job_id)
+    else:
+        psutil.Process(json.loads((run.path / "attempts/1/attempt.json").read_text())["pid"]).kill()
+    run.wait_until_final()
+    commands = [
+        subprocess.Popen([*CLI, "requeue", run.id], env=run.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    answers = [command.communicate(timeout=120) for command in commands]
+    codes = [command.returncode for command in commands]
+    assert sorted(codes) == [0, 1], answers
+    said = answers[codes.index(1)][1].decode()
+    assert "is being continued by another command" in said or "as job" in said
+    status = run.complete()
+    assert len(status["attempts"]) == 2, run.explain()
+    never_at_once(run)
+
+
+def never_at_once(run: Run) -> None:
+    """By the steps' own times."""
+    rows = [
+        [json.loads(line)["t"] for line in path.read_text().splitlines()]
+        for path in sorted(run.path.glob("metrics/attempt-*.jsonl"))
+    ]
+    assert len(rows) > 1
+    assert all(max(earlier) < min(later) for earlier, later in itertools.pairwise(rows)), run.explain()

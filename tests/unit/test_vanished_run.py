@@ -1,0 +1,57 @@
+"""The folder of a run is removed while the run goes on: its processes do not make another one in its place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clustertrain import fsio, settings
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.storage import StorageError
+from clustertrain.run import folder
+from clustertrain.run.events import EventLog
+from clustertrain.run.folder import RunDir
+from tests.unit.checkpoint.saved import state_of
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    made = folder.create("gone")
+    monkeypatch.setenv(settings.RUN_DIR, str(made.path))
+    return made
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda run: fsio.make_folder(run.tracking / "state"),
+        lambda run: EventLog(run.attempt(1).events_of("rank-0")),
+        lambda run: fsio.Appender(run.metrics_of(1, stretch=1)),
+    ],
+)
+def test_a_process_of_the_run_makes_no_other_folder_of_its_name(run: RunDir, write: Callable[[RunDir], object]) -> None:
+    shutil.rmtree(run.path)
+    with pytest.raises(FileNotFoundError, match="folder of the run is gone"):
+        write(run)
+    assert not run.path.exists()
+
+
+def test_a_save_fails_and_says_why(run: RunDir) -> None:
+    manager = CheckpointManager(run.checkpoints, Ranks(), attempt="1", layout={}, background=False)
+    manager.restore(state_of(0.0))
+    assert manager.save(5, state_of(1.0))
+    shutil.rmtree(run.path)
+    with pytest.raises(StorageError, match=r"step 10 was not saved: .*folder of the run is gone"):
+        manager.save(10, state_of(2.0))
+    assert not run.path.exists()
+
+
+def test_folders_elsewhere_are_made_with_all_that_lacks_above_them(run: RunDir, tmp_path: Path) -> None:
+    shutil.rmtree(run.path)
+    fsio.make_folder(tmp_path / "my" / "own" / "checkpoints")
+    assert (tmp_path / "my" / "own" / "checkpoints").is_dir()
