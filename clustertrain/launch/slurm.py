@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -202,7 +203,11 @@ def set_comment(job_id: str, text: str) -> None:
 
 
 def _ask(*argv: str, answer_s: float = ANSWER_S) -> proc.Completed:
-    return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=answer_s)
+    try:
+        return proc.run(argv, env=client_environ(os.environ), check=False, timeout_s=answer_s)
+    except CommandFailed as e:
+        # Users read it: the options say nothing to them.
+        raise CommandFailed(e.message.replace(shlex.join(argv), argv[0]), fix=e.fix) from e
 
 
 def _checked(job_id: str) -> str:

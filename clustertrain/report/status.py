@@ -240,7 +240,7 @@ def to_the_second(seconds: int) -> str:
 def remarks(looks: Sequence[Look]) -> list[Text]:
     """Below the table of runs: why a scheduler's part is missing, once; runs that ended and need their owner's word."""
     silences = dict.fromkeys(x.silence for x in looks if x.silence)
-    lines = [f"the scheduler gave no answer, states are from the runs' own files: {words}" for words in silences]
+    lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in silences]
     return [Text(line, style="red") for line in (*lines, *(f"{x.run.id}: {x.undecided}" for x in looks if x.undecided))]
 
 
