@@ -51,7 +51,8 @@ def advice(error: BaseException) -> str:
         return "torch could not write a file\n  fix: look at the disk that it was for" if is_failed_write(error) else ""
     named = next((str(e.filename) for e in chain(error) if isinstance(e, OSError) and e.filename), None)
     place = full_place(error)
-    where = f"the disk of {place}" if place is not None else named or "a disk or quota"
+    folder = "the current folder" if place == Path() else place
+    where = f"the disk of {folder}" if folder is not None else named or "a disk or quota"
     fix = "make room there (see `df -h`, `df -i` and your quota) or write somewhere else"
     if place == _SHARED_MEMORY:
         fix = "use fewer workers of data loaders, or give the container more shared memory"
