@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from clustertrain import settings
 
@@ -52,7 +51,8 @@ def advice(error: BaseException) -> str:
         return "torch could not write a file\n  fix: look at the disk that it was for" if is_failed_write(error) else ""
     named = next((str(e.filename) for e in chain(error) if isinstance(e, OSError) and e.filename), None)
     place = full_place(error)
-    where = f"the disk of {place}" if place is not None else named or "a disk or quota"
+    folder = "the current folder" if place == Path() else place
+    where = f"the disk of {folder}" if folder is not None else named or "a disk or quota"
     fix = "make room there (see `df -h`, `df -i` and your quota) or write somewhere else"
     if place == _SHARED_MEMORY:
         fix = "use fewer workers of data loaders, or give the container more shared memory"
@@ -84,10 +84,11 @@ def _places(error: BaseException) -> Iterator[Path]:
             yield from _around(e.filename)
     for e in chain(error):
         yield from _of_frames(e)
-    for name in (settings.RUN_DIR, settings.USER_HOME):
+    for name in (settings.RUN_DIR, settings.RANK_DIR, settings.USER_HOME):
         if os.environ.get(name):
             yield Path(os.environ[name])
-    yield from (Path.cwd(), Path(tempfile.gettempdir()), _SHARED_MEMORY)
+    # Not tempfile.gettempdir(): where there is no room it raises.
+    yield from (Path(), Path("/tmp"), _SHARED_MEMORY)
 
 
 def _of_frames(error: BaseException) -> Iterator[Path]:
@@ -100,12 +101,10 @@ def _of_frames(error: BaseException) -> Iterator[Path]:
     for frame in reversed(frames[-_MOST_FRAMES:]):
         for value in frame.f_locals.values():
             name = getattr(value, "name", None) if isinstance(value, io.IOBase) else value
-            if isinstance(name, (str, os.PathLike)):
-                yield from _around(os.fspath(name))
+            if isinstance(name, (str, PurePath)):
+                yield from _around(str(name))
 
 
-def _around(name: str | bytes) -> Iterator[Path]:
-    if not isinstance(name, str) or not 0 < len(name) < 4096 or "\0" in name or "\n" in name:
-        return
-    if os.sep in name:
+def _around(name: str) -> Iterator[Path]:
+    if os.sep in name and len(name) < 4096 and "\0" not in name:
         yield from (Path(name), Path(name).parent)

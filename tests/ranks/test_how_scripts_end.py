@@ -79,12 +79,13 @@ with ct.session() as s:
         if step == 2 and os.environ["CLUSTERTRAIN_ATTEMPT"] == "1":
             while not s.stop_requested:
                 pass
-            break
+            END
 """
 
 
-def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted: Callable[..., Run]) -> None:
-    run = submitted(LEFT_EARLY, *ALONE)
+@pytest.mark.parametrize("end", ["break", "raise SystemExit(75)"])
+def test_a_session_that_was_left_early_after_the_warning_is_continued(submitted: Callable[..., Run], end: str) -> None:
+    run = submitted(LEFT_EARLY.replace("END", end), *ALONE)
     run.wait_for_step(2)
     run.call("requeue", run.id)
     run.complete()

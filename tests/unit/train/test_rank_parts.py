@@ -116,6 +116,22 @@ def test_the_result_record(tmp_path: Path) -> None:
     RankResult({}).completed()  # outside a run: no record, no error
 
 
+def test_a_session_that_was_left_with_all_steps_done_says_so_before_the_script_returns(tmp_path: Path) -> None:
+    result = RankResult({"CLUSTERTRAIN_RANK_DIR": str(tmp_path), "RANK": "3"})
+    left = tmp_path / "left-3.json"
+    result.defer()
+    result.counts_to(4)
+    result.left()
+    assert not left.exists()  # early
+    result.finished, result.step, result.committed_step = True, 4, 4
+    result.left()
+    record = json.loads(left.read_text())
+    assert (record["ending"], record["finished"], record["step"], record["committed_step"]) == ("completed", True, 4, 4)
+    assert not (tmp_path / "rank-3.json").exists()
+    result.counts_to(8)  # another loop begins
+    assert not left.exists() and not result.finished
+
+
 def test_metrics_are_written_one_row_late_and_with_the_value_of_their_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
