@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ _KINDS = {
 }
 _FIX = "put the file back from a copy, or remove it"
 _CHUNK = 1 << 16
+_HALF = re.compile("[\ud800-\udfff]")
 _GZIP = 16 + zlib.MAX_WBITS
 
 T = TypeVar("T")
@@ -54,38 +56,39 @@ class UnusableFile(ClusterTrainError, OSError, ValueError):
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, or a link to one, to read from. Never waits for one to be written.
+def opened(path: Path, *, piped: bool = False) -> Iterator[BinaryIO]:
+    """A regular file, or a link to one, to read from. Never waits for one to be written, unless it may be ``piped``:
+    a file that the user has named may be ``<(…)`` of their shell.
 
     Raises:
         OSError: it cannot be opened; FileNotFoundError where there is none.
         UnusableFile: it is something else.
     """
     try:
-        _refuse_kind(path, path.stat().st_mode)  # a device is not even opened: that alone may act on it
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        _refuse_kind(path, path.stat().st_mode, piped)  # a device is not even opened: that alone may act on it
+        fd = os.open(path, os.O_RDONLY | (0 if piped else os.O_NONBLOCK) | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise UnusableFile(path, "is a link that leads to itself") from e
         raise
     with os.fdopen(fd, "rb") as file:
-        _refuse_kind(path, os.fstat(fd).st_mode)
+        _refuse_kind(path, os.fstat(fd).st_mode, piped)
         yield file
 
 
-def _refuse_kind(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
+def _refuse_kind(path: Path, mode: int, piped: bool) -> None:
+    if not stat.S_ISREG(mode) and not (piped and stat.S_ISFIFO(mode)):
         raise UnusableFile(path, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file")
 
 
-def read_bytes(path: Path, limit: int = DOCUMENT_BYTES) -> bytes:
-    """What is in ``path``.
+def read_bytes(path: Path, limit: int = DOCUMENT_BYTES, *, piped: bool = False) -> bytes:
+    """What is in ``path``; ``piped`` as in :func:`opened`.
 
     Raises:
         OSError: it cannot be read; FileNotFoundError where there is none.
         UnusableFile: it is no file, or has more than ``limit`` bytes.
     """
-    with opened(path) as file:
+    with opened(path, piped=piped) as file:
         size = os.fstat(file.fileno()).st_size
         # What has no size (in /proc), or grows, ends at the limit as well.
         parts, left = [], limit + 1 if size <= limit else 0
@@ -137,7 +140,16 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("a number has more than 4,300 digits") from None
     if text.count("[") + text.count("{") > DEPTH and is_deep(value):
         raise ValueError(f"nested more than {DEPTH} levels deep")
-    return value
+    return _encodable(value) if "\\ud" in text or "\\uD" in text else value
+
+
+def _encodable(value: Any) -> Any:
+    """With U+FFFD in the place of half a surrogate pair, which JSON can escape and no file name or terminal takes."""
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_encodable(inner) for inner in value]
+    return _HALF.sub("\ufffd", value) if isinstance(value, str) else value
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from clustertrain import reading
 from clustertrain.spec.places import storage_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
@@ -190,8 +191,6 @@ def opened(path: Folder) -> Iterator[Pread]:
     if isinstance(path, RemoteFolder):
         yield path.pread
         return
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with reading.opened(path) as file:
+        fd = file.fileno()
         yield lambda into, offset: os.preadv(fd, [into], offset)
-    finally:
-        os.close(fd)

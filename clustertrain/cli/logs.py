@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from clustertrain import clock
+from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
+from clustertrain.printable import printable
 from clustertrain.run.folder import RunDir, readable
 
 POLL_S = 0.3
@@ -25,23 +27,61 @@ CHUNK = 1 << 16
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt's.")
 @click.option("--job", is_flag=True, help="Instead of a rank's: what the batch script, srun and Slurm printed.")
 @click.option("--node", metavar="NAME", help="Instead of a rank's: what torchrun printed on this node.")
-def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None) -> None:
-    """Print the log of one rank of RUN."""
+@click.option("--raw", is_flag=True, help="Into a pipe or a file: each byte as it was printed, colors as well.")
+def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None, raw: bool) -> None:
+    """Print the log of one rank of RUN.
+
+    Control characters, which a terminal acts on, are shown as \\x1b and the like.
+    """
     if job and node:
         raise UsageError("--job and --node are two different logs")
+    if raw and sys.stdout.isatty():
+        raise UsageError(
+            "--raw: a terminal would act on what the run has printed", fix="leave it out, or pipe it: --raw | less -R"
+        )
     run = find_run(name)
     printed = False
+    shown = None if raw else _Printable(sys.stdout.encoding)
     with readable():
         for path, chunk in _chunks(run, follow, rank, attempt, job, node):
             printed = True
             if path is not None:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.write(chunk if shown is None else shown.of(path, chunk))
             sys.stdout.flush()
+    if shown is not None:
+        sys.stdout.buffer.write(shown.rest())
     if not printed and not follow:
         raise NotFound(
             _why_none(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"
         )
+
+
+class _Printable:
+    """Chunks of logs for a terminal. A carriage return stays: it leads back to the begin of its own line at most, and
+    a progress bar without it fills the screen."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+        self._decoder = _decoder()
+
+    def of(self, path: Path | None, chunk: bytes) -> bytes:
+        """``path``: where another file begins."""
+        rest = b"" if path is None else self.rest()
+        return rest + self._encoded(self._decoder.decode(chunk))
+
+    def rest(self) -> bytes:
+        """What is left of a file that ends within a character."""
+        rest, self._decoder = self._decoder.decode(b"", final=True), _decoder()
+        return self._encoded(rest)
+
+    def _encoded(self, text: str) -> bytes:
+        return printable(text, but="\r").encode(self._encoding, "backslashreplace")
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    """Keeps half a character until its rest comes; what is no UTF-8 becomes \\xff and the like."""
+    return codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
 
 def _why_none(run: RunDir, rank: int, attempt: int | None, job: bool, node: str | None) -> str:
@@ -97,7 +137,7 @@ def _chunks(
 
 def _new(path: Path, read: dict[Path, int]) -> Iterator[bytes]:
     try:
-        with path.open("rb") as f:
+        with reading.opened(path) as f:
             f.seek(read.get(path, 0))
             while chunk := f.read(CHUNK):
                 read[path] = f.tell()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from clustertrain import fsio
+from clustertrain import fsio, reading
 from clustertrain.cli.common import print_json
 from clustertrain.errors import ConfigError
 from clustertrain.plan import table
@@ -51,7 +51,8 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
 
 def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
-        reader = csv.DictReader(io.StringIO(source.read_text("utf-8-sig")), restval="")
+        text = reading.read_bytes(source, piped=True).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
         rows = [{name: value or "" for name, value in row.items() if name is not None} for row in reader]
     except (UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(f"{source} is not a CSV table: {e}") from None

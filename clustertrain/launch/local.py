@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from clustertrain import clock, fsio, proc, settings
+from clustertrain import clock, fsio, proc, reading, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.run.spec import load_spec
@@ -60,7 +60,7 @@ class JobFolder:
 
     def read(self) -> LocalJob | None:
         try:
-            return msgspec.json.decode(self.record.read_bytes(), type=LocalJob)
+            return reading.read_struct(self.record, LocalJob)
         except FileNotFoundError:
             return None
 
@@ -162,8 +162,8 @@ class LocalBackend(Backend):
         for job_id in job_ids:
             try:
                 job = folder_of(job_id).read()
-            except (OSError, msgspec.DecodeError) as e:
-                raise CommandFailed(f"{folder_of(job_id).record}: cannot be read: {e}") from e
+            except OSError as e:
+                raise CommandFailed(f"{folder_of(job_id).record}: cannot be read: {e.strerror or e}") from e
             if job is not None:
                 found[job_id] = _view(job)
         return found

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from clustertrain import fsio
-from clustertrain.run import attempts, events, metrics
+from clustertrain.run import attempts, documents, events, metrics
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.spec.contract import ContractSpec
@@ -56,7 +55,8 @@ def used(run: RunDir, history: Sequence[Attempt], now: float | None, gpu_hour_co
     """``history``: all attempts to be counted. ``now`` (UTC epoch s) where the last one of them may be running, else
     None."""
     found = Used()
-    ranks = int((fsio.read_json(run.plan) or {}).get("world_size") or 1)
+    planned = documents.read(run.plan, {"world_size": float}).value
+    ranks = int(planned.get("world_size") or 1)
     for i, attempt in enumerate(history):
         if attempt.start is None:
             continue

@@ -175,10 +175,10 @@ def _holders(name: str, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def _job_ids(run: RunDir) -> list[str]:
-    """None of a run whose events may not be read."""
+    """None of a run whose files may not be read, or are damaged: its neighbors are found all the same."""
     try:
         return attempts.job_ids(run)
-    except PermissionError:
+    except Exception:  # at the edge of one run, of which nothing is known
         return []
 
 

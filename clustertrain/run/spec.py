@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from clustertrain import reading
 from clustertrain.errors import ConfigError
 from clustertrain.run.folder import RunDir, refused
 from clustertrain.spec.job import RunSpec
-from clustertrain.spec.strict import build, read_toml
+from clustertrain.spec.strict import build, parse_toml
 
 _FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
 
@@ -13,13 +14,15 @@ _FIX = "it is not what submit wrote: put it back from a backup, or submit the ru
 def load_spec(run: RunDir) -> RunSpec:
     """Raises ConfigError when spec.toml is missing or not what submit wrote, NotReadable when it may not be read."""
     try:
-        document = read_toml(run.spec)
-    except ConfigError as e:
-        if isinstance(e.__cause__, PermissionError):
-            raise refused(run.spec) from e
-        raise _of_a_run(e) from e
+        text = reading.read_text(run.spec)
+    except FileNotFoundError as e:
+        raise ConfigError(f"{run.spec}: no such file", fix=_FIX) from e
+    except PermissionError as e:
+        raise refused(run.spec) from e
+    except OSError as e:
+        raise ConfigError(f"{run.spec}: {e.strerror or e}", fix=_FIX) from e
     try:
-        return build(document, RunSpec, str(run.spec))
+        return build(parse_toml(text, str(run.spec)), RunSpec, str(run.spec))
     except ConfigError as e:
         raise _of_a_run(e) from e
 

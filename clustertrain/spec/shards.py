@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from clustertrain import reading
 from clustertrain.errors import ConfigError
 
 INDEX = "index.json"
@@ -59,9 +60,9 @@ def read_index(folder: Path) -> Index:
             )
         return Index(shards=tuple(Shard(file=name) for name in names))
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=Index)
-    except msgspec.DecodeError as e:
-        raise ConfigError(f"{path}: {e}", fix="docs/data.md has the format") from e
+        index = reading.read_struct(path, Index)
+    except reading.UnusableFile as e:
+        raise ConfigError(e.message, fix="docs/data.md has the format") from e
     if not index.shards:
         raise ConfigError(f"{path}: no shards", fix="the folder is empty: give other data")
     _check(path, index)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
@@ -41,7 +42,7 @@ def of_run(run: RunDir, attempt: int) -> Facts:
         ConfigError, NotReadable: the run's spec does not read.
     """
     spec = load_spec(run)
-    record: Mapping[str, Any] = fsio.read_json(run.record) or {}
+    record: Mapping[str, Any] = documents.read(run.record).value
     recipe: dict[str, Any] = msgspec.to_builtins(spec.recipe)
     kept = flat({table: value for table, value in recipe.items() if table not in _LEFT_OUT})
     used = {key: value for key, value in kept.items() if in_use(spec, key)}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from clustertrain import reading
 from clustertrain.run import metrics, rows
 from clustertrain.run.folder import RunDir
 
 Row = dict[str, Any]
 CHUNK = 1 << 20
+LONGEST = 1 << 26  # bytes that are held in wait for the end of a line
 MOST = 1000  # rows at a time: so many are repeated at most, where a process is killed
 
 
@@ -57,10 +58,10 @@ class Follower:
     def _more(self, attempt: int, path: Path, cut: int | None, most: int) -> list[Row]:
         """Of one chunk of whole lines; half a line, which is still being written, waits."""
         try:
-            with path.open("rb") as f:
+            with reading.opened(path) as f:
                 f.seek(self._at)
                 block = f.read(CHUNK)
-                while block and b"\n" not in block and (more := f.read(CHUNK)):
+                while block and b"\n" not in block and len(block) < LONGEST and (more := f.read(CHUNK)):
                     block += more
         except FileNotFoundError:
             return []
@@ -94,7 +95,7 @@ def _cut(later: list[tuple[int, Path]]) -> int | None:
 
 def _row(line: bytes) -> Row | None:
     try:
-        row = json.loads(line)
+        row = reading.parse(line)
     except ValueError:  # torn by a kill
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -101,6 +101,10 @@ def test_as_deep_as_may_be() -> None:
     assert len(reading.parse(wide)) == 1000
 
 
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    assert reading.parse(r'{"\ud800": ["\uDFFFx", "\ud83d\ude42"]}') == {"\ufffd": ["\ufffdx", "🙂"]}
+
+
 def test_a_struct_with_something_deep_in_it(tmp_path: Path) -> None:
     class Kind(msgspec.Struct):
         any: Any

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from clustertrain import fsio
+from clustertrain import fsio, reading
 from clustertrain.run import events
 from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, Finding
 
@@ -44,7 +44,7 @@ class Training:
 
     def _new(self) -> list[events.Event]:
         try:
-            with self._path.open("rb") as f:
+            with reading.opened(self._path) as f:
                 f.seek(self._at)
                 data = f.read(MOST_BYTES)
         except OSError:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from clustertrain import reading
 from clustertrain.run.folder import AttemptDir
 
 _GIB = 1 << 30
+_MOST_BYTES = 256 * reading.MIB  # unpacked
 
 
 class _Sums(msgspec.Struct):
@@ -36,8 +36,8 @@ def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
 
 def _used_bytes(path: Path) -> list[float]:
     try:
-        sums = msgspec.json.decode(gzip.decompress(path.read_bytes()), type=_Sums)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError):  # being written, damaged, or another user's
+        sums = reading.decode(reading.unpacked(reading.read_bytes(path), _MOST_BYTES), _Sums)
+    except (OSError, ValueError):  # being written, damaged, or another user's
         return []
     pairs = zip(sums.columns, sums.high, strict=False)
     return [v for c, v in pairs if v is not None and c.startswith("gpu") and c.endswith(".memory_used_bytes")]

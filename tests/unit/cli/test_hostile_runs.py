@@ -1,0 +1,205 @@
+"""What somebody else has put into a run's folder: it reaches no terminal, blocks nothing, and hides no other run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.cli.main import main
+from clustertrain.run.folder import RunDir
+from tests.unit.report.live_runs import begin, new_run
+
+OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"
+HOSTILE = f"{OSC_52}\x9b31m\x7f\u202e\ud800"
+ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+READERS = (
+    ("list",),
+    ("status", "{}"),
+    ("telemetry", "{}"),
+    ("top", "{}", "--once"),
+    ("list", "--json"),
+    ("status", "{}", "--json"),
+    ("telemetry", "{}", "--json"),
+    ("top", "{}", "--once", "--json"),
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Said]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Call:
+    def run(*words: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["clustertrain", *words])
+        code = main()
+        said = capfdbinary.readouterr()
+        return Said(code, said.out.decode(), said.err.decode())
+
+    return run
+
+
+def ended(home: Path, name: str, job_id: str) -> RunDir:
+    now = time.time()
+    run = new_run(home, now, name=name)
+    begin(run, now - 60, ["a"], steps=20)
+    attempt = run.attempt(1)
+    fsio.write_json(attempt.record, {**(fsio.read_json(attempt.record) or {}), "job_id": job_id})
+    log = fsio.Appender(attempt.events_of("batch"))
+    log.append({"t": now - 50, "event": "ended", "ending": "completed", "last_step": 20})
+    log.close()
+    attempt.logs.mkdir()
+    attempt.rank_log(0).write_text("hello\n")
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    return ended(tmp_path, "gpt-abc234", "local-1")
+
+
+@pytest.fixture
+def neighbor(run: RunDir, tmp_path: Path) -> RunDir:
+    return ended(tmp_path, "other-zzz222", "local-2")
+
+
+def deep_event(run: RunDir) -> None:
+    with run.attempt(1).events_of("agent-a").open("a") as f:
+        f.write('{"t": 1, "event": ' + "[" * 100_000 + "\n")
+
+
+def deep_row(run: RunDir) -> None:
+    with run.metrics_of(1).open("a") as f:
+        f.write('{"step": 21, "loss": ' + "[" * 100_000 + "\n")
+
+
+def huge_step(run: RunDir) -> None:
+    with run.metrics_of(1).open("a") as f:
+        f.write(f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n')
+
+
+def fifo(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
+    def put(run: RunDir) -> None:
+        path(run).unlink(missing_ok=True)
+        os.mkfifo(path(run))
+
+    return put
+
+
+def zeros(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
+    def put(run: RunDir) -> None:
+        path(run).unlink(missing_ok=True)
+        path(run).symlink_to("/dev/zero")
+
+    return put
+
+
+DAMAGE = {
+    "a deep line of events": deep_event,
+    "a deep row": deep_row,
+    "a step of 400 digits": huge_step,
+    "FIFO for events": fifo(lambda run: run.attempt(1).events_of("agent-a")),
+    "FIFO for attempt.json": fifo(lambda run: run.attempt(1).record),
+    "FIFO for spec.toml": fifo(lambda run: run.spec),
+    "FIFO for plan.json": fifo(lambda run: run.plan),
+    "FIFO for rows": fifo(lambda run: run.metrics_of(1)),
+    "zeros for events": zeros(lambda run: run.attempt(1).events_of("agent-a")),
+    "zeros for plan.json": zeros(lambda run: run.plan),
+    "zeros for rows": zeros(lambda run: run.metrics_of(1)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
+def test_damage_blocks_nothing_and_hides_no_other_run(
+    run: RunDir, neighbor: RunDir, call: Call, damage: Callable[[RunDir], None]
+) -> None:
+    damage(run)
+    for words in READERS:
+        said = call(*(word.format(run.id) for word in words))
+        assert said.code in (0, 1, 78) and "Traceback" not in said.err, (words, said.err)
+        if said.code:
+            assert run.id in said.err, words
+    for words in (("wait", run.id), ("logs", run.id)):
+        assert "Traceback" not in call(*words).err
+    listed = {row["run"]: row for row in json.loads(call("list", "--json").out)}
+    assert listed[neighbor.id]["state"] == "completed"
+    for name in (neighbor.id, "local-2", "other"):
+        assert json.loads(call("status", name, "--json").out)["state"] == "completed"
+        assert call("wait", name).code == 0
+        assert call("logs", name).out == "hello\n"
+        assert "has ended already: completed" in call("cancel", name).err
+        assert "is complete" in call("requeue", name).err
+
+
+@pytest.mark.parametrize("where", ["events", "records", "alert", "folder"])
+def test_control_characters_reach_no_terminal(run: RunDir, call: Call, where: str) -> None:
+    log = fsio.Appender(run.attempt(1).events_of("odd"))
+    t = time.time() - 55
+    if where == "events":
+        log.append({"t": t, "event": "ended", "ending": "user_error", "reason": HOSTILE, "last_step": 20})
+        log.append({"t": t + 9, "event": "stopped", "why": HOSTILE})
+    elif where == "alert":
+        log.append(
+            {"t": t, "event": "alert", "code": HOSTILE, "severity": "warning", "state": "raised", "text": HOSTILE,
+             "node": HOSTILE, "fix": HOSTILE}
+        )  # fmt: skip
+    elif where == "records":
+        fsio.write_json(run.attempt(1).record, {"nodes": [HOSTILE], "host": HOSTILE, HOSTILE: 1})
+        fsio.write_json(run.plan, {"layout": {"strategy": HOSTILE}, HOSTILE: HOSTILE})
+    else:
+        run.path.rename(run.path.with_name("gpt-\x1b]52;c;Y2FuYXJ5\x07"))
+    log.close()
+    shown = ""
+    for words in READERS:
+        said = call(*(word.format("latest") for word in words))
+        assert ACTS.search(said.out + said.err) is None and "Traceback" not in said.err, (words, said)
+        if "--json" in words and said.code == 0:
+            json.loads(said.out)
+        shown += said.out + said.err
+    assert "52;c;Y2FuYXJ5" in shown
+
+
+def test_an_error_that_quotes_a_file_or_a_name(run: RunDir, call: Call) -> None:
+    run.spec.write_text(f'[job]\nname = "{OSC_52}\n')
+    for said in (call("status", run.id), call("status", OSC_52), call(OSC_52), call("status", f"--{OSC_52}")):
+        assert said.code and "52;c;Y2FuYXJ5" in said.err and ACTS.search(said.err) is None
+
+
+LOG = b"\x1b[31mred\x1b[0m \x9b\xff m\xc3\xbcde\r 1 %\r 2 %\r\n\x1b]52;c;Y2FuYXJ5\x07\ttab\xc3"
+SHOWN = "\\x1b[31mred\\x1b[0m \\x9b\\xff müde\r 1 %\r 2 %\r\n\\x1b]52;c;Y2FuYXJ5\\x07\ttab"
+
+
+def test_logs_are_escaped_and_raw_where_asked_for(
+    run: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    run.attempt(1).rank_log(0).write_bytes(LOG)
+    monkeypatch.setattr("clustertrain.cli.logs.CHUNK", 7)  # which cuts a character
+    assert call("logs", run.id).out == SHOWN + "\\xc3"
+    assert call("logs", run.id, "-f").out == SHOWN + "\\xc3"
+    monkeypatch.setattr(sys, "argv", ["clustertrain", "logs", run.id, "--raw"])
+    assert main() == 0
+    assert capfdbinary.readouterr().out == LOG
+
+
+def test_raw_logs_do_not_go_to_a_terminal(run: RunDir, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    out: Any = sys.stdout
+    monkeypatch.setattr(type(out), "isatty", lambda self: True, raising=False)
+    said = call("logs", run.id, "--raw")
+    assert said.code == 2 and "terminal" in said.err and not said.out
