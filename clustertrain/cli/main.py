@@ -12,6 +12,8 @@ from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 
 # New objects between two searches for reference cycles. Python's own number, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
+# What a path that was typed, or the disk behind it, is the reason of.
+_OF_THE_USER = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.
 COMMANDS = {
@@ -92,7 +94,7 @@ def _run() -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if e.errno not in _OF_THE_USER:
             raise
         click.echo(f"clustertrain: {e.filename or 'a file'}: {e.strerror}", err=True)
         return EXIT_FAILED

@@ -38,7 +38,7 @@ def backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
     except CommandFailed as e:
         version, why, silent = None, f"sbatch is installed here and does not answer: {e.message}", True
     asked = _asks_for_slurm(job)
-    if version is not None or purpose == "plan" and (job.backend == "slurm" or asked or silent):
+    if version is not None or (purpose == "plan" and (job.backend == "slurm" or asked or silent)):
         return slurm
     if job.backend == "slurm":
         if purpose == "dry-run":
