@@ -49,12 +49,11 @@ def check(path: Path, what: str, *, shared: bool) -> str | None:
         ConfigError: it cannot be written, or is on a filesystem that only this machine sees.
     """
     existing = _existing(path)
+    fix = f"set {what} to a folder of yours"
     if not existing.is_dir():
-        raise ConfigError(
-            f"{what} = {path}: {existing} is a file, not a folder", fix=f"set {what} to a folder of yours"
-        )
+        raise ConfigError(f"{what} = {path}: {existing} is a file, not a folder", fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=f"set {what} to a folder of yours")
+        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=fix)
     if not shared:
         return None
     try:

@@ -27,8 +27,8 @@ class ConvnetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"blocks = {list(self.blocks)}: each stage needs at least one")
         if len(self.blocks) > MOST_STAGES:
             raise ValueError(
-                f"blocks: {len(self.blocks)} stages, at most {MOST_STAGES}; each has half the size of the one before, and "
-                "twice its width"
+                f"blocks: {len(self.blocks)} stages, at most {MOST_STAGES}; each has half the size of the one before, "
+                "and twice its width"
             )
         if self.width % self.groups:
             raise ValueError(f"width = {self.width} is not divisible by groups = {self.groups}")

@@ -52,8 +52,8 @@ def node_folder(text: str, environ: Mapping[str, str]) -> Path:
 
 
 def check_protocol(url: str) -> None:
-    """Raises ConfigError where fsspec knows no such protocol as that of ``url``, or nothing can be kept there. Whether what it needs is installed is
-    another matter: where a run is only planned it need not be."""
+    """Raises ConfigError where fsspec knows no such protocol as that of ``url``, or nothing can be kept there. Whether
+    what it needs is installed is another matter: where a run is only planned it need not be."""
     why = _KEEPS_NOTHING.get(_protocol(url))
     if why:
         raise ConfigError(
