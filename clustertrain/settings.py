@@ -6,6 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from clustertrain.errors import ConfigError
+
+MOST_BYTES = 255  # NAME_MAX of Linux
+
 # Set by the user.
 HOME = "CLUSTERTRAIN_HOME"
 CLUSTER = "CLUSTERTRAIN_CLUSTER"
@@ -84,19 +88,40 @@ _TORCHRUN = frozenset(
 _KEEP = frozenset({"SLURM_CONF", "SLURM_TIME_FORMAT"})
 
 
+def user_path(text: str, what: str) -> Path:
+    """``text`` with the home folder in place of ``~`` or ``~NAME``.
+
+    Raises:
+        ConfigError: there is no such folder, or it can be no path; names ``what``.
+    """
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if longest > MOST_BYTES:
+        raise ConfigError(
+            f"{what} = {text[:80]!r}…: a name of {longest} bytes, and filesystems take at most {MOST_BYTES}",
+            fix="shorten the name",
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        who = text.partition("/")[0]
+        raise ConfigError(
+            f"{what} = {text!r}: {who} has no home folder on this machine", fix="write the whole path, from / on"
+        ) from e
+
+
 def home(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder that holds all runs: ``$CLUSTERTRAIN_HOME``, else ``$XDG_DATA_HOME/clustertrain``."""
     explicit = environ.get(HOME)
     if explicit:
-        return Path(explicit).expanduser().absolute()
+        return user_path(explicit, HOME).absolute()
     data = environ.get(XDG_DATA_HOME) or "~/.local/share"
-    return Path(data).expanduser().absolute() / "clustertrain"
+    return user_path(data, XDG_DATA_HOME).absolute() / "clustertrain"
 
 
 def profile_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Where cluster profiles are looked for, first match wins."""
-    more = [Path(p).expanduser() for p in environ.get(CLUSTER_PATH, "").split(":") if p]
-    config = Path(environ.get(XDG_CONFIG_HOME) or "~/.config").expanduser()
+    more = [user_path(p, CLUSTER_PATH) for p in environ.get(CLUSTER_PATH, "").split(":") if p]
+    config = user_path(environ.get(XDG_CONFIG_HOME) or "~/.config", XDG_CONFIG_HOME)
     return [*more, config / "clustertrain" / "clusters"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from clustertrain import settings
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, rollback
 from clustertrain.checkpoint.dtypes import FLOATS
@@ -79,7 +80,7 @@ def locate(name: str) -> Place:
         if not patiently(there.is_dir, there):
             raise NotFound(f"{there}: nothing is there")
         return _in(there)
-    path = Path(name).expanduser().absolute()
+    path = settings.user_path(name, "the checkpoint").absolute()
     if (path / "spec.toml").is_file():
         return Place(path.name, path / "checkpoints")
     if not path.is_dir():

@@ -13,10 +13,10 @@ from clustertrain.printable import printing_safely
 
 # New objects between two searches for reference cycles. Python's own number, 700 or 2000, is reached in every import.
 GC_THRESHOLD = 100_000
-
-# What a file system says of a file or a folder: no mistake of this program.
+# What a file system reports about a path or its disk: no mistake of this program.
 _OF_FILES = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
+    | {errno.ENOTDIR}
 )
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.

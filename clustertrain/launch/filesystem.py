@@ -15,6 +15,7 @@ from clustertrain.errors import ConfigError
 _PRIVATE = frozenset({"tmpfs", "ramfs", "overlay", "aufs", "squashfs", "devtmpfs"})
 # Disks of one machine: right on a cluster of one, and where the folder is exported to the nodes from here.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "vfat", "exfat"})
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "pvfs2", "cvmfs", "afs", "panfs")
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -48,8 +49,11 @@ def check(path: Path, what: str, *, shared: bool) -> str | None:
         ConfigError: it cannot be written, or is on a filesystem that only this machine sees.
     """
     existing = _existing(path)
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=f"set {what} to a folder of yours")
+    fix = f"set {what} to a folder of yours"
+    if not existing.is_dir():
+        raise ConfigError(f"{what} = {path}: {existing} is a file, not a folder", fix=fix)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} = {path}: {existing} is not writable", fix=fix)
     if not shared:
         return None
     try:
@@ -64,6 +68,17 @@ def check(path: Path, what: str, *, shared: bool) -> str | None:
     if kind in _LOCAL:
         return f"{what} = {path} is on a local disk ({kind}); the run fails at its start on nodes that do not see it"
     return None
+
+
+def seen_by_nodes(path: Path) -> str:
+    """The kind of the network filesystem that ``path``, which need not exist, would be on; "" where it is on a disk of
+    this machine, or that cannot be told. A login node whose own root is on the network tells nothing."""
+    try:
+        mounts = _MOUNTINFO.read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+    kind = kind_of(_existing(path).resolve(), mounts)
+    return kind if kind.startswith(_SHARED) and not kind_of(Path("/"), mounts).startswith(_SHARED) else ""
 
 
 def _existing(path: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from clustertrain import settings
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.launch import choose, code, counting, render, script_file
 from clustertrain.launch.backend import Backend
@@ -88,6 +89,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         ConfigError: a bad recipe, profile, option or environment name; numbers that do not divide; a key that a script
             or the run does not read; a model of the user's own that cannot be built, where it is counted.
     """
+    _refuse_other_words(request)
     file, script, name = read_target(request)
     typed: dict[str, Any] = {}
     document = copy.deepcopy(file)
@@ -106,7 +108,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
     job = msgspec.structs.replace(
         job,
         name=job.name or name,
-        checkpoint_dir=str(request.cwd / Path(job.checkpoint_dir).expanduser()) if job.checkpoint_dir else "",
+        checkpoint_dir=_checkpoint_dir(request.cwd, job.checkpoint_dir),
     )
     backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job, purpose)
     asked_device = job.device if job.device != "auto" else profile.device
@@ -142,6 +144,10 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         unread=tuple(key for key, _ in in_use.written(typed) if key in unread),
     )
     return _noted(_count(request, prepared), notes)
+
+
+def _checkpoint_dir(cwd: Path, folder: str) -> str:
+    return str(cwd / settings.user_path(folder, "job.checkpoint_dir")) if folder else ""
 
 
 def _typed(request: SubmitRequest) -> list[tuple[str, Any]]:
@@ -222,12 +228,25 @@ def _with_absolute_data(recipe: Recipe, cwd: Path) -> Recipe:
     return msgspec.structs.replace(recipe, data=msgspec.structs.replace(recipe.data, **absolute))
 
 
+def _refuse_other_words(request: SubmitRequest) -> None:
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates (PEP 383), on which msgspec stumbles."""
+    for word in (*request.assignments, *map(str, request.swept.values())):
+        try:
+            word.encode()
+        except UnicodeEncodeError as e:
+            raise _not_utf8(e) from e
+
+
 def _refuse_other_encodings(spec: RunSpec) -> None:
-    """The files of a run are UTF-8, and bytes of the command line that are not arrive as lone surrogates (PEP 383)."""
+    """The files of a run are UTF-8; the folder where submit is called, and environment variables, need not be."""
     try:
         msgspec.json.encode(spec)
     except UnicodeEncodeError as e:
-        raise UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?") from e
+        raise _not_utf8(e) from e
+
+
+def _not_utf8(e: UnicodeEncodeError) -> UsageError:
+    return UsageError(f"{e.object!r} is not UTF-8", fix="write it in UTF-8: is the terminal set to that?")
 
 
 def _refuse_late_profile(spec: RunSpec) -> None:
@@ -302,9 +321,12 @@ def read_target(request: SubmitRequest) -> tuple[dict[str, Any], ScriptSpec | No
     if not request.target:
         return {}, None, "default"
     path = request.cwd / request.target
-    if not path.is_file():
-        kind = "it is a folder" if path.is_dir() else "no such file"
-        raise UsageError(f"{request.target}: {kind}", fix="name a recipe (*.toml) or a script")
+    try:
+        kind = "" if path.is_file() else "it is a folder" if path.is_dir() else "no such file"
+    except OSError as e:  # a name that is too long, a folder that cannot be looked into
+        kind = str(e.strerror)
+    if kind:
+        raise UsageError(f"{request.target}: {kind}", fix="name a recipe (*.toml) or a script (*.py)")
     if path.suffix == ".toml":
         if request.args:
             raise UsageError(f"{' '.join(request.args)}: a recipe takes no arguments", fix="put options before it")
@@ -329,3 +351,8 @@ def resolve_device(asked: Device, backend: str, gpu_type: str = "") -> Device:
     if backend == "slurm" or gpu_type:
         return "cuda"
     return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
+def has_gpu() -> bool:
+    """Whether this machine may have one that torch can use: NVIDIA's, AMD's, or that of a Windows host."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()

@@ -18,7 +18,7 @@ from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
 from clustertrain.launch import alerting, code, data, entries, extras, filesystem, record, render, snapshot, trackers
 from clustertrain.launch.backend import PENDING, Submission
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare, script_note
+from clustertrain.launch.request import Prepared, SubmitRequest, has_gpu, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
 from clustertrain.plan.layout import counted
 from clustertrain.plan.planner import Plan, require_fit
@@ -114,13 +114,14 @@ def script_without_a_run(prepared: Prepared) -> str:
 def check(prepared: Prepared) -> list[str]:
     """What else can be refused before anything is made; returns warnings."""
     require_fit(prepared.plan)
+    _refuse_missing_gpu(prepared)
     shared = prepared.backend.name == "slurm"
     _refuse_home_characters(slurm=shared)
     found = [filesystem.check(settings.home(), settings.HOME, shared=shared)]
     job = prepared.spec.job
     if job.checkpoint_dir:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
-    found.append(_check_places(prepared))
+    found += [_check_places(prepared), _check_python(prepared)]
     if prepared.backend.name == "slurm":
         render.directives(script_input(prepared))
     found += [data.check(prepared), data.epoch(prepared), _place(prepared), script_note(prepared)]
@@ -134,6 +135,34 @@ def check(prepared: Prepared) -> list[str]:
     environ = {**os.environ, **prepared.spec.env}
     found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     return [note for note in found if note]
+
+
+def _refuse_missing_gpu(prepared: Prepared) -> None:
+    """Every rank would fail, some minutes later."""
+    if prepared.backend.name != "local" or prepared.plan.device != "cuda" or has_gpu():
+        return
+    asked = prepared.spec.job.gpu_type
+    named = f" (job.gpu_type = {asked!r} asks for one)" if asked else ""
+    raise EnvironmentNotFit(
+        f"device cuda{named}, and this machine has no GPU",
+        fix="use --device cpu, or submit on a login node of the cluster that has them",
+    )
+
+
+def _check_python(prepared: Prepared) -> str | None:
+    """That of the cluster profile, as far as it can be seen from here."""
+    python = Path(prepared.profile.python)
+    if not prepared.profile.python or (python.is_file() and os.access(python, os.X_OK)):
+        return None
+    what = "cannot be executed" if os.path.lexists(python) else "is not there"
+    kind = filesystem.seen_by_nodes(python)
+    if prepared.backend.name == "local" or kind:
+        where = f", and {kind} is the same on all nodes" if kind else ""
+        raise ConfigError(
+            f"python = {str(python)!r} of the cluster profile {what}{where}",
+            fix="change python in the profile, or leave it out for the Python that runs submit",
+        )
+    return f"python = {str(python)!r} of the cluster profile {what} on this machine: the job fails on nodes without it"
 
 
 def _check_places(prepared: Prepared) -> str | None:

@@ -18,10 +18,10 @@ def nearest(value: int, unit: int) -> str:
 DEFAULT_GLOBAL_BATCH = 32
 
 
-def default_global_batch(unit: int) -> int:
+def default_global_batch(unit: int, least: int = DEFAULT_GLOBAL_BATCH) -> int:
     """For a recipe that names none: the smallest multiple of ``unit``, what all ranks do in one pass, that is at least
-    32 sequences."""
-    return -(-DEFAULT_GLOBAL_BATCH // unit) * unit
+    ``least`` sequences."""
+    return -(-least // unit) * unit
 
 
 def share_of(global_batch: int, data_parallel: int, rank: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from clustertrain.plan import advice, checks, crossing, kinds, notes, optimizer_state, pipeline
 from clustertrain.plan import counted as counts
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.spec import hardware
+from clustertrain.spec import hardware, presets
 
 if TYPE_CHECKING:
     from clustertrain.plan.choice import Choice
@@ -52,7 +52,14 @@ def batch(choice: Choice) -> None:
         micro = f"the largest that divides, up to {kinds.LARGEST_MICRO_BATCH}: its memory is not estimated"
     else:
         micro = "the largest that divides and fits"
+    trained = presets.training(recipe.model.preset, recipe.model.kind)
     named = "" if recipe.train.global_batch else "; the recipe names no global batch"
+    if named and trained is not None:
+        named = f"; train.global_batch is not set: {trained.global_batch} or more, for preset {recipe.model.preset}"
+    if trained is not None and recipe.data.seq_len == trained.seq_len:
+        choice.reasons.append(
+            f"data.seq_len {trained.seq_len}: the context that preset {recipe.model.preset} comes with"
+        )
     piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
     choice.reasons.append(
         f"batch: {split.global_batch} = micro_batch {split.micro_batch} ({micro}) x grad_accum "

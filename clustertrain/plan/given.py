@@ -19,6 +19,7 @@ from clustertrain.plan.machine import gpu_of, machine_of
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.plan.search import Problem, Wanted
 from clustertrain.plan.stack import CLUSTERTRAIN
+from clustertrain.spec import presets
 from clustertrain.spec.cluster import ClusterProfile
 from clustertrain.spec.job import RunSpec
 
@@ -154,7 +155,7 @@ class Given:
         if fixed:
             whole = self.global_batch(self.layout_of(strategy or "fsdp"))
         else:
-            whole = recipe.train.global_batch or batches.default_global_batch(unit)
+            whole = recipe.train.global_batch or batches.default_global_batch(unit, self.least_batch)
         return Problem(
             model=self.decoder,
             world=self.world,
@@ -185,8 +186,16 @@ class Given:
         train = self.spec.recipe.train
         # Of a pipeline every schedule runs a multiple of its ranks.
         return train.global_batch or batches.default_global_batch(
-            layout.data_parallel * (train.micro_batch or kinds.group(self.spec.recipe.model)) * layout.pp
+            layout.data_parallel * (train.micro_batch or kinds.group(self.spec.recipe.model)) * layout.pp,
+            self.least_batch,
         )
+
+    @property
+    def least_batch(self) -> int:
+        """Sequences of a step where the recipe does not say it: what its preset is trained with, else a few."""
+        model = self.spec.recipe.model
+        trained = presets.training(model.preset, model.kind)
+        return trained.global_batch if trained is not None else batches.DEFAULT_GLOBAL_BATCH
 
     def memory(self, layout: Layout, micro_batch: int) -> Memory:
         if self.own is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.spec.ranges import check_entry, positive, within
 
 READERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
@@ -70,8 +69,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         within("validation", self.validation, 0.0, 0.9)
         if self.validation and self.validation_path:
             raise ValueError("validation and validation_path: give one of them")
-        if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
-            raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
+        if self.entry:
+            check_entry(self.entry)
         if (self.kind == "own") != bool(self.entry):
             raise ValueError("kind = 'own' and entry go together: the entry names the function that makes the data set")
         if self.args and not self.entry:

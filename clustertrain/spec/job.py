@@ -11,6 +11,7 @@ from clustertrain.spec.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
 LayoutName = Literal["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]
+MOST_RANKS = 10**6
 Device = Literal["auto", "cuda", "cpu"]
 
 
@@ -49,6 +50,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         positive("nodes", self.nodes)
         positive("gpus", self.gpus)
+        if self.nodes * self.gpus > MOST_RANKS:
+            raise ValueError(
+                f"nodes = {self.nodes} x gpus = {self.gpus}: {self.nodes * self.gpus} ranks, at most {MOST_RANKS}; the "
+                "largest clusters have some 200,000 GPUs, and gpus counts those of one node"
+            )
         for name in ("tp", "cp", "pp"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (chosen) or more")

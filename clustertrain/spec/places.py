@@ -11,6 +11,10 @@ from clustertrain import settings
 from clustertrain.errors import ConfigError, EnvironmentNotFit
 
 EXTRA = "pip install 'clustertrain[object-storage]'"
+_KEEPS_NOTHING = {
+    "memory": "it is the memory of one process",
+    **dict.fromkeys(("http", "https", "data"), "it can only be read"),
+}
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
@@ -41,20 +45,31 @@ def node_folder(text: str, environ: Mapping[str, str]) -> Path:
             raise EnvironmentNotFit(f"{text}: ${name} is not set here")
         return environ[name]
 
-    path = Path(_VARIABLE.sub(value, text).replace("{job}", job)).expanduser()
+    path = settings.user_path(_VARIABLE.sub(value, text).replace("{job}", job), "checkpoint.local")
     if not path.is_absolute():
         raise EnvironmentNotFit(f"{text}: {path} is no absolute path")
     return path
 
 
 def check_protocol(url: str) -> None:
-    """Raises ConfigError where fsspec knows no such protocol as that of ``url``. Whether what it needs is installed is
-    another matter: where a run is only planned it need not be."""
+    """Raises ConfigError where fsspec knows no such protocol as that of ``url``, or nothing can be kept there. Whether
+    what it needs is installed is another matter: where a run is only planned it need not be."""
+    why = _KEEPS_NOTHING.get(_protocol(url))
+    if why:
+        raise ConfigError(
+            f"checkpoint.remote = {url!r}: {why}, so no checkpoint would be there after the run",
+            fix="name an object store or a folder, as s3://bucket/prefix or file:///folder",
+        )
     try:
         storage_class(url)
     except ConfigError as e:
         if not isinstance(e.__cause__, ImportError):
             raise
+
+
+def _protocol(url: str) -> str:
+    """Of several in each other, as ``simplecache::s3://``, the one that holds the bytes."""
+    return url.partition("://")[0].split("::")[-1]
 
 
 def storage_class(url: str) -> Any:
@@ -67,7 +82,7 @@ def storage_class(url: str) -> Any:
         import fsspec
     except ImportError as e:
         raise ConfigError(f"{url}: needs the package fsspec: {e}", fix=f"{EXTRA}, here and where the ranks run") from e
-    protocol = url.partition("://")[0].split("::")[-1]
+    protocol = _protocol(url)
     try:
         return fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
     except ImportError as e:

@@ -6,6 +6,7 @@ import ipaddress
 import re
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
+MOST_ENTRY = 250  # as a module is a file, whose name takes 255 bytes with its ending
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 
@@ -17,6 +18,14 @@ def positive(name: str, value: float) -> None:
 def within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} = {value}: must lie between {low:g} and {high:g}")
+
+
+def check_entry(entry: str) -> None:
+    """Raises ValueError where ``entry`` is no ``package.module:function``."""
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", entry):
+        raise ValueError(f"entry = {entry!r}: must be of the form package.module:function")
+    if len(entry.encode()) > MOST_ENTRY:
+        raise ValueError(f"entry = {entry[:80]!r}…: has {len(entry.encode())} bytes, at most {MOST_ENTRY}")
 
 
 def is_host(text: str) -> bool:

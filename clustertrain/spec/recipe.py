@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from clustertrain import settings
 from clustertrain.spec import agreement
 from clustertrain.spec.contract import ContractSpec, Mode
 from clustertrain.spec.data import BUILT_IN, DataKind, DataSpec
@@ -24,7 +25,7 @@ from clustertrain.spec.optim import OptimSpec
 from clustertrain.spec.parallel import ParallelSpec
 from clustertrain.spec.places import check_node_folder, is_url
 from clustertrain.spec.presets import PRESETS
-from clustertrain.spec.ranges import positive, within
+from clustertrain.spec.ranges import check_entry, positive, within
 from clustertrain.spec.schedule import ScheduleSpec
 from clustertrain.spec.stability import StabilitySpec
 from clustertrain.spec.strict import nearest
@@ -91,8 +92,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"preset = {self.preset!r}: {nearest(self.preset, list(PRESETS))}")
         if self.preset and (self.entry or self.kind == "convnet"):
             raise ValueError(f"preset = {self.preset!r} is one of the transformers: leave it out")
-        if self.entry and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", self.entry):
-            raise ValueError(f"entry = {self.entry!r}: must be of the form package.module:function")
+        if self.entry:
+            check_entry(self.entry)
         if self.entry and self.kind != "decoder":
             raise ValueError(f"entry and kind = {self.kind!r}: the entry makes the model, leave the kind out")
         if self.args and not self.entry:
@@ -262,16 +263,17 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def data_path(self) -> Path | None:
         """The file or folder that the data is read from; None: it needs none."""
-        return self._path(self.data.path)
+        return self._path("path")
 
     @property
     def validation_path(self) -> Path | None:
         """That of the validation data; None: it needs none, or there is none."""
-        return self._path(self.data.validation_path)
+        return self._path("validation_path")
 
-    def _path(self, path: str) -> Path | None:
+    def _path(self, key: str) -> Path | None:
+        path: str = getattr(self.data, key)
         named = self.data.entry or not path or path in BUILT_IN.get(self.data_kind, ())
-        return None if named else Path(path).expanduser()
+        return None if named else settings.user_path(path, f"data.{key}")
 
     @property
     def tokens_per_sample(self) -> int:

@@ -133,4 +133,4 @@ def test_parts_of_a_node_are_planned_as_the_whole_ones(type_: Type) -> None:
 
 
 def _peak(plan: str) -> str:
-    return plan.split('"peak_gib": ')[1].split(",")[0].split("\n")[0]
+    return plan.split('"peak_gib": ')[1].split(",", maxsplit=1)[0].split("\n", maxsplit=1)[0]

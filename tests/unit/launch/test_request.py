@@ -312,3 +312,24 @@ def test_what_is_not_utf8_is_refused_in_words(ask: Prepare, tmp_path: Path, more
     (tmp_path / "train.py").write_text("")
     with pytest.raises(UsageError, match=r"'caf\\udce9' is not UTF-8"):
         ask(**more)
+
+
+def test_a_preset_is_planned_as_it_is_trained(ask: Prepare) -> None:
+    made = ask(assignments=("model.preset=llama3.1-8b",), job={"nodes": 4, "gpus": 8, "gpu_type": "h100"})
+    assert made.spec.recipe.data.seq_len == 8192 and made.plan.batch.global_batch == 128
+    assert made.plan.time.mfu is not None and made.plan.time.mfu > 0.3
+    assert any(r == "data.seq_len 8192: the context of preset llama3.1-8b" for r in made.plan.reasons)
+    assert any("train.global_batch is not set: 128 or more, for preset llama3.1-8b" in r for r in made.plan.reasons)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(3, 129), (8, 128)])
+def test_the_batch_of_a_preset_divides_over_the_ranks(ask: Prepare, gpus: int, batch: int) -> None:
+    made = ask(assignments=("model.preset=llama3.2-1b",), job={"gpus": gpus, "gpu_type": "h100", "layout": "fsdp"})
+    assert made.plan.batch.global_batch == batch
+
+
+def test_what_the_recipe_says_of_length_and_batch_wins_over_the_preset(ask: Prepare) -> None:
+    set_ = ("model.preset=llama3.1-8b", "data.seq_len=256", "train.global_batch=32")
+    made = ask(assignments=set_, job={"nodes": 4, "gpus": 8, "gpu_type": "h100"})
+    assert (made.spec.recipe.data.seq_len, made.plan.batch.global_batch) == (256, 32)
+    assert not any("preset" in reason for reason in made.plan.reasons)

@@ -87,14 +87,14 @@ def test_the_error_says_why() -> None:
 
 
 def test_factors_by_name_have_a_bound() -> None:
-    with pytest.raises(ConfigError, match="optim.lr_scale = 1e"):
+    with pytest.raises(ConfigError, match=r"optim.lr_scale = 1e"):
         build({"optim": {"lr_scale": {"head": 1e30}}}, Recipe, "x.toml")
 
 
 def test_arguments_of_the_users_own_hold_what_toml_can_write() -> None:
     made = build({"model": {"entry": "a:b", "args": {"n": 2**63 - 1}}}, Recipe, "x.toml")
     assert made.model.args == {"n": 2**63 - 1}
-    with pytest.raises(ConfigError, match="model.args.n = a number of about"):
+    with pytest.raises(ConfigError, match=r"model.args.n = a number of about"):
         build({"model": {"entry": "a:b", "args": {"n": 2**64}}}, Recipe, "x.toml")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clustertrain.errors import ConfigError
@@ -65,3 +67,18 @@ def test_what_makes_no_sense_is_refused(model: dict[str, object], said: str) -> 
     with pytest.raises(ConfigError) as error:
         of(**model)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "seq_len"),
+    [
+        ({"model": {"preset": "llama3.1-8b"}}, 8192),
+        ({"model": {"preset": "llama3.1-8b"}, "data": {"seq_len": 512}}, 512),
+        ({"model": {"preset": "llama3.1-8b", "max_seq_len": 4096}, "data": {"validation": 0.1}}, 4096),
+        ({"model": {"preset": "llama3.1-8b", "kind": "two-tower"}}, 256),
+        ({"model": {"preset": "tiny"}}, 256),
+        ({"model": {"dim": 4096}}, 256),
+    ],
+)
+def test_a_preset_brings_its_context(document: dict[str, Any], seq_len: int) -> None:
+    assert build(filled(document), Recipe, "x.toml").data.seq_len == seq_len
