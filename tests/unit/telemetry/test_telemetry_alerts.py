@@ -234,6 +234,14 @@ def test_ranks_of_a_toy_whose_steps_take_milliseconds_are_no_stragglers(alerts: 
     assert job.run(alerts, 900, vary) == []
 
 
+def test_a_toy_whose_steps_of_milliseconds_become_slower_is_not_told(alerts: Alerts) -> None:
+    job = Job(2)
+    job.step_s = 0.004
+    assert job.run(alerts, 3600) == []
+    job.step_s = 0.008
+    assert job.run(alerts, 900) == []
+
+
 def test_steps_that_become_slower_than_the_run_was(alerts: Alerts) -> None:
     job = Job(2)
     assert job.run(alerts, 3600) == []
