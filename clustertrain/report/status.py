@@ -17,6 +17,7 @@ from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run import attempts, documents
+from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.run.identity import recipe_hash
@@ -49,6 +50,7 @@ PART_WORDS = {
     "shutdown_s": "shutdown",
     "lost_s": "lost",
 }
+UNREPORTED = "the script has reported no steps; see docs/training-scripts.md"
 METER = 30
 RECIPE_DIGITS = 7  # of its hash; `list --recipe` takes as few
 
@@ -73,7 +75,7 @@ def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> Ren
     head.add_row("state", styled(seen.state))
     head.add_row("job", f"{seen.job_id or '-'} ({seen.backend})")
     head.add_row("layout", Text(_layout_of(seen.run)))
-    head.add_row("step", steps_of(seen))
+    head.add_row("step", UNREPORTED if seen.step is None and seen.goodput.ratio is None else steps_of(seen))
     if seen.skipped_steps or seen.roll_backs:
         told = [counted(seen.skipped_steps, "step"), "skipped,", counted(seen.roll_backs, "roll-back")]
         head.add_row("trouble", Text(" ".join(told), style="yellow"))
@@ -133,8 +135,9 @@ def _layout_of(run: RunDir) -> str:
         return "-"
 
 
-def _step(step: int | None) -> str:
-    return "-" if step is None else str(step)
+def _steps(attempt: Attempt) -> str:
+    first, last = ("-" if step is None else str(step) for step in (attempt.first_step, attempt.last_step))
+    return "-" if first == last == "-" else f"{first} to {last}"
 
 
 def _attempts(seen: Look, width: int) -> RenderableType:
@@ -149,9 +152,10 @@ def _attempts(seen: Look, width: int) -> RenderableType:
         ),
         Column("started", [local_time(a.start) for a in history]),
         Column("ran", [duration((a.end or now) - a.start) if a.start else "-" for a in history], right=True),
-        Column("steps", [f"{_step(a.first_step)} to {_step(a.last_step)}" for a in history], right=True),
-        Column("ending", [styled(seen.state_of(a)) for a in history]),
+        Column("steps", [_steps(a) for a in history], right=True),
+        Column("state", [styled(seen.state_of(a)) for a in history]),
     ]
+    columns = [c for c in columns if any(str(cell) not in ("", "-") for cell in c.cells)]
     table = fitted(columns, width, dropped=("ran", "nodes", "started"))
     # Below the table: a reason may be a sentence, and a column of 20 cells would break it into ten lines.
     reasons = [Text(f"{a.n}: {a.reason}") for a in seen.history if a.reason]
@@ -199,16 +203,22 @@ def goodput(parts: Goodput, signs: Glyphs) -> RenderableType:
             continue
         style = "green" if name == "productive_s" else "red" if name in ("lost_s", "repeated_s") else "blue"
         bar = meter(exact / parts.wall_s, METER, style, signs)
-        table.add_row(PART_WORDS[name], to_the_second(shown), f"{share}%", bar)
+        words = "in the script" if name == "other_s" and parts.ratio is None else PART_WORDS[name]
+        table.add_row(words, to_the_second(shown), f"{share}%", bar)
     table.add_row("wall time", to_the_second(whole), "", "")
-    head = f"Where the time went (goodput {shares[PARTS.index('productive_s')]}%"
-    head += f"; {parts.effective_ratio:.0%} of the time with nodes)"
-    lines: list[RenderableType] = [Text(head, style="bold"), table]
+    lines: list[RenderableType] = [Text(f"Where the time went ({_productive(parts, shares)})", style="bold"), table]
     steps_s = parts.productive_s + parts.repeated_s
     if parts.data_wait_s > 0 and steps_s > 0:
         wait = f"{brief_time(parts.data_wait_s)}, {parts.data_wait_s / steps_s:.1%} of them"
         lines.append(Text(f"within the steps, rank 0 waited for data: {wait}"))
     return Group(*lines)
+
+
+def _productive(parts: Goodput, shares: Sequence[int]) -> str:
+    if parts.effective_ratio is None:
+        return f"goodput not known: {UNREPORTED}"
+    share = shares[PARTS.index("productive_s")]
+    return f"goodput {share}%; {parts.effective_ratio:.0%} of the time with nodes"
 
 
 def apportioned(values: Sequence[float], total: int) -> list[int]:

@@ -166,7 +166,7 @@ def _host_rows(hosts: list[HostSummary]) -> list[Row]:
 
 
 def _goodput_row(goodput: Goodput | None) -> list[Row]:
-    if goodput is None or goodput.wall_s <= 0:
+    if goodput is None or goodput.ratio is None or goodput.wall_s <= 0:
         return []
     remark = f"of {terminal.duration(goodput.wall_s)}"
     return [("Goodput", goodput.ratio, "green", remark)]

@@ -63,7 +63,10 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     restored = events.last(before, "restored")
     checkpoints = _checkpoints(log)
     rows = metrics.newest_row(run, attempt.n)
-    steps = [s for s in (_number(ended, "last_step"), _number(rows, "step"), *checkpoints) if s is not None]
+    last = _number(ended, "last_step")
+    if first is None and restored is None:
+        last = last or None  # 0: of a rank that has reported no step
+    steps = [s for s in (last, _number(rows, "step"), *checkpoints) if s is not None]
     return Attempt(
         n=attempt.n,
         job_id=record.get("job_id", ""),

@@ -18,6 +18,7 @@ import msgspec
 from clustertrain.run import endings, events, metrics, rows, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
+from clustertrain.run.spec import is_script
 
 PARTS = (
     "queue_s",
@@ -39,7 +40,8 @@ class Goodput(msgspec.Struct, kw_only=True):
     without that in which it had ended and nobody had continued it.
 
     ``ratio`` is productive over wall time, ``effective_ratio`` (effective training time ratio) productive over the time
-    in which the job had its nodes: the wall time without the queue. ``data_wait_s`` is within the steps, productive or
+    in which the job had its nodes: the wall time without the queue. Both are None of a script that has reported no
+    step: what it did is not known, and its time is in ``other_s``. ``data_wait_s`` is within the steps, productive or
     repeated: rank 0's wait for its loaders.
     """
 
@@ -54,8 +56,8 @@ class Goodput(msgspec.Struct, kw_only=True):
     other_s: float = 0.0  # between two steps, in the step under way now, or in a script without session.steps
     shutdown_s: float = 0.0  # from the last step to the end of the attempt, where it ended by agreement
     lost_s: float = 0.0  # the same where it was killed: a part of a step, a hang, the wait for the node
-    ratio: float = 0.0
-    effective_ratio: float = 0.0
+    ratio: float | None = 0.0
+    effective_ratio: float | None = 0.0
     data_wait_s: float = 0.0
 
 
@@ -86,7 +88,7 @@ def ledger(
     starts = [a.start for a in history if a.start is not None]
     begins = [float(submitted["t"])] if submitted else []
     edge = min(begins + starts, default=now)  # the submitting host's clock may be ahead of the first start
-    reached = 0
+    reached, reported = 0, False
     for i, attempt in enumerate(history):
         start = edge if attempt.start is None else max(attempt.start, edge)
         # Of the others is asked alone how far they came.
@@ -97,11 +99,15 @@ def ledger(
         running = attempt.end is None and not finished and not waiting and i == len(history) - 1
         edge = _end_of(attempt, start, told.last_sign(), following, now if running else None)
         reached = told.account(book, (start, edge), reached, running)
+        reported = reported or told.reports_steps()
     until = now if waiting else _queued_until(log, history, now, finished)
     if until > edge and of.attempt is None:
         total.queue_s += max(0.0, until - max(_waits_from(log, edge, until), of.since))
     total.wall_s = math.fsum(getattr(total, part) for part in PARTS)
     held_s = total.wall_s - total.queue_s
+    if not reported and is_script(run):
+        total.ratio = total.effective_ratio = None
+        return total
     total.ratio = total.productive_s / total.wall_s if total.wall_s > 0 else 0.0
     total.effective_ratio = min(1.0, total.productive_s / held_s) if held_s > 0 else 0.0
     return total
@@ -149,6 +155,9 @@ class _Told:
         signs = [float(e["t"]) for e in self._log[-1:]]
         signs += [float(self._last["t"])] if self._last else []
         return max(signs, default=-math.inf)
+
+    def reports_steps(self) -> bool:
+        return self._first_step() is not None
 
     def account(self, total: Goodput, span: tuple[float, float], reached: int, running: bool) -> int:
         """Add this attempt's seconds; returns the newest step that the run has reached."""

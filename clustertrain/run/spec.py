@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clustertrain import reading
-from clustertrain.errors import ConfigError
+from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir, refused
 from clustertrain.spec.job import RunSpec
 from clustertrain.spec.strict import build, parse_toml
@@ -25,6 +25,14 @@ def load_spec(run: RunDir) -> RunSpec:
         return build(parse_toml(text, str(run.spec)), RunSpec, str(run.spec))
     except ConfigError as e:
         raise _of_a_run(e) from e
+
+
+def is_script(run: RunDir) -> bool:
+    """Whether it trains by a script of its user's, and not by the built-in trainer; also where nothing can tell."""
+    try:
+        return load_spec(run).script is not None
+    except ClusterTrainError:
+        return True
 
 
 def _of_a_run(e: ConfigError) -> ConfigError:

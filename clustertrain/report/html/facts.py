@@ -159,7 +159,7 @@ def _meters(summary: Summary) -> list[Meter]:
         found.append(Meter("GPU memory", memory, percent(memory), "at its peak, mean of the GPUs"))
     if summary.training is not None and summary.training.mfu is not None:
         found.append(Meter("MFU", summary.training.mfu, f"{summary.training.mfu:.1%}", "model FLOPs utilization"))
-    if summary.goodput is not None and summary.goodput.wall_s > 0:
+    if summary.goodput is not None and summary.goodput.ratio is not None and summary.goodput.wall_s > 0:
         found.append(Meter("Goodput", summary.goodput.ratio, percent(summary.goodput.ratio), "productive of wall time"))
     if summary.coverage is not None:
         found.append(Meter("Coverage", summary.coverage, f"{summary.coverage:.1%}", "of the expected samples"))

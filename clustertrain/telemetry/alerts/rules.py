@@ -27,6 +27,7 @@ COMPARABLE = 3  # so many are needed before one of them can be called slower tha
 SEEN_S = 180.0  # and each must have trained for so long
 LATEST_TICK_S = 10.0  # a longer pause between two snapshots tells nothing of what was in between
 NO_STEPS_HANG_S = 1800.0  # until steps have been seen: the first one compiles
+LEAST_STEP_S = 0.02  # shorter steps are a toy's, and vary
 _NOT_IDLE = (beat.STARTUP, beat.RESTORE, beat.SHUTDOWN)  # where nobody expects a GPU to be busy
 
 Key = tuple[str, object]
@@ -260,8 +261,8 @@ class Alerts:
         if not self._spec.slowdown or recent is None or usual is None:
             return None
         limit = usual * (1 + self._spec.slowdown)
-        if recent < limit:
-            return WELL if recent < usual * (1 + self._spec.slowdown / 2) else None
+        if recent < max(limit, LEAST_STEP_S):
+            return WELL if recent < max(usual * (1 + self._spec.slowdown / 2), LEAST_STEP_S) else None
         text = (
             f"a step takes {recent:.3g} s, {recent / usual - 1:.0%} longer than the run's own median of {usual:.3g} s"
         )

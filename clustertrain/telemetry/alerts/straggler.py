@@ -10,6 +10,7 @@ from clustertrain.telemetry.alerts.alert import WARNING, WELL, Finding, Verdict
 
 CONFIRM_S = 60.0
 _MATTERS = 0.02  # of a step: a forward pass that is slower by less costs nobody anything
+_LEAST_S = 0.002  # of a step, too: the steps of a toy differ by as much for nothing
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def of_clock(who: Who, mhz: float, usual: float, share: float) -> Verdict:
 
 def of_forward(who: Who, seconds: float, usual: float, step_s: float, share: float) -> Verdict:
     """Whether a rank's forward pass takes longer than the others' by ``share``, and enough of a step to matter."""
-    limit, more = usual * (1 + share), seconds - usual
-    if seconds < limit or more < _MATTERS * step_s:
-        return WELL if seconds < usual * (1 + share / 2) or more < _MATTERS / 2 * step_s else None
+    limit, more, least = usual * (1 + share), seconds - usual, max(_MATTERS * step_s, _LEAST_S)
+    if seconds < limit or more < least:
+        return WELL if seconds < usual * (1 + share / 2) or more < least / 2 else None
     text = f"{who.where} is slow: {_time(seconds)} a step in the forward pass, the others take {_time(usual)}"
     return _finding(
         "straggler", who, text, "all ranks wait for it; compare its GPU's clock and its node's load", seconds, limit
@@ -47,9 +48,10 @@ def of_forward(who: Who, seconds: float, usual: float, step_s: float, share: flo
 
 def of_data_wait(who: Who, seconds: float, usual: float, step_s: float, share: float) -> Verdict:
     """Whether a rank waits for its data longer than the others by ``share`` of a step."""
-    limit = usual + share * step_s
+    more = max(share * step_s, _LEAST_S)
+    limit = usual + more
     if seconds < limit:
-        return WELL if seconds < usual + share / 2 * step_s else None
+        return WELL if seconds < usual + more / 2 else None
     text = f"{who.where} waits {_time(seconds)} a step for its data, the others {_time(usual)}"
     fix = "all ranks wait for it: more data-loader workers, or see what its node's disk or network does"
     return _finding("straggler_data", who, text, fix, seconds, limit)

@@ -228,7 +228,7 @@ def _goodput_ratio(s: Summary) -> float | None:
 
 
 def _no_goodput(s: Summary) -> str:
-    return "no attempt has started"
+    return "no attempt has started" if s.goodput is None else "the script has reported no steps"
 
 
 # In the order in which they are shown.
@@ -282,6 +282,8 @@ _SAME_SIZE = 0.02  # rows that were lost, or the last batch of an epoch
 
 def _share(part: str) -> Rule:
     def value(s: Summary) -> float | None:
-        return getattr(s.goodput, part) / s.goodput.wall_s if s.goodput is not None and s.goodput.wall_s else None
+        if s.goodput is None or not s.goodput.wall_s or (part == "productive_s" and s.goodput.ratio is None):
+            return None
+        return float(getattr(s.goodput, part) / s.goodput.wall_s)
 
     return Rule(part, "ratio", "higher" if part == "productive_s" else "lower", value, _no_goodput)

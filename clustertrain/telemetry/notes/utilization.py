@@ -18,6 +18,7 @@ CHECKPOINTS, MANY_CHECKPOINTS = 0.05, 0.1  # of the allocated time
 EVALUATION, MUCH_EVALUATION = 0.1, 0.3
 STARTUP, MUCH_STARTUP = 0.25, 0.4
 
+_LEAST_WAIT_S = 0.002  # of a step: a toy's batch takes as long to be handed over
 _NEAR_IDLE_POWER = 0.3  # of the board's limit; an idle H100 or A100 draws a tenth to a sixth of it
 _WAITING_POWER = 0.45  # kernels that spin in a collective
 _HUNG_ACTIVITY, _WAITING_ACTIVITY = 0.05, 0.3  # of the multiprocessors
@@ -106,7 +107,7 @@ def _data_share(job: Job) -> float | None:
 
 def _data(job: Job) -> Cause | None:
     share = _data_share(job)
-    if share is None or share < DATA:
+    if share is None or share < DATA or (job.step_s is not None and share * job.step_s < _LEAST_WAIT_S):
         return None
     text = f"training waits for its data for {share:.0%} of a step"
     fix = known.FASTER_DATA
@@ -130,7 +131,7 @@ def _evaluation(job: Job) -> Cause | None:
         return None
     text = f"evaluation took {share:.0%} of the job's time"
     fix = "evaluate less often, or on fewer samples, or in a job of its own from the checkpoints"
-    return Cause("evaluation_often", text, fix, alone=share >= MUCH_EVALUATION)
+    return Cause("evaluation_often", text, fix, alone=share >= MUCH_EVALUATION, mild=job.short)
 
 
 def _checkpoints(job: Job) -> Cause | None:
@@ -140,7 +141,7 @@ def _checkpoints(job: Job) -> Cause | None:
     number = sum(1 for a in job.summary.attempts for m in a.events if m.kind == "checkpoint")
     text = f"training stood still for {share:.0%} of the job's time{f' over {number:,} checkpoints' if number else ''}"
     fix = 'checkpoint.every = "auto" weighs the cost against what a failure loses; checkpoint.background = true'
-    return Cause("checkpoint_often", text, fix, alone=share >= MANY_CHECKPOINTS)
+    return Cause("checkpoint_often", text, fix, alone=share >= MANY_CHECKPOINTS, mild=job.short)
 
 
 def _startup(job: Job) -> Cause | None:

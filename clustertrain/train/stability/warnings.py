@@ -23,6 +23,9 @@ VANISHED_STEPS = 20  # in a row
 UNCOUNTED_STEPS = 5  # in a row; one may happen to be all prompt or padding
 RECENT, KNOWN = 50, 1000  # steps whose speed is compared, and with which
 LEAST_KNOWN = 100
+# Below these a drop is noise, or over before anybody could look: seconds of steps that the run must have done, seconds
+# that it must have been slow, and of a step.
+LEAST_RUN_S, LEAST_SLOW_S, LEAST_STEP_S = 180.0, 10.0, 0.02
 WARM_UP = 5  # steps that compile, choose kernels and fill caches
 DEAD = 0.5  # share of a layer's units
 
@@ -52,6 +55,7 @@ class Warnings:
         self._norms: deque[float] = deque(maxlen=SHARE_STEPS)
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._known: deque[float] = deque(maxlen=KNOWN)
+        self._steps_s = self._slow_s = 0.0
 
     def see(self, row: Mapping[str, Any]) -> None:
         """One row, as it was written."""
@@ -153,9 +157,11 @@ class Warnings:
         """A step's time has neither evaluation nor checkpoint in it."""
         rate = next((r for name in _RATES if (r := _number(row.get(name)))), None)
         step_s = _number(row.get("step_s"))
-        rate = rate if rate is not None else 1 / step_s if step_s else None
-        if rate is None or self._seen <= WARM_UP or not self._spec.slowdown:
+        if rate is None and step_s:
+            rate = 1 / step_s
+        if rate is None or step_s is None or self._seen <= WARM_UP or not self._spec.slowdown:
             return
+        self._steps_s += step_s
         if len(self._recent) == RECENT:
             self._known.append(self._recent[0])
         self._recent.append(rate)
@@ -163,7 +169,8 @@ class Warnings:
             return
         now, usual = statistics.median(self._recent), statistics.median(self._known)
         limit = usual * (1 - self._spec.slowdown)
-        if now < limit:
+        self._slow_s = self._slow_s + step_s if now < limit else 0.0
+        if self._steps_s >= LEAST_RUN_S and self._slow_s >= LEAST_SLOW_S and step_s >= LEAST_STEP_S:
             yield Warning(
                 "throughput_drop",
                 f"throughput fell by {1 - now / usual:.0%}: the median of the last {RECENT} steps against that of "

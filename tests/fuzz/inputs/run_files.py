@@ -24,6 +24,8 @@ from tests.fuzz.play import InputClass
 from tests.fuzz.sandbox import Sandbox
 from tests.unit.report import live_runs
 
+# A healthy neighbor: damage in one run never hides another.
+NEIGHBOR = "other-zzz222"
 READERS = (
     ("status", RUN),
     ("status", RUN, "--json"),
@@ -35,8 +37,8 @@ READERS = (
     ("telemetry", RUN, "--json"),
     ("telemetry", RUN, "--html", "page.html"),
     ("telemetry", RUN, "--csv", "-"),
-    ("telemetry", "compare", RUN, RUN),
-    ("runs", "compare", RUN, RUN),
+    ("telemetry", "compare", RUN, NEIGHBOR),
+    ("runs", "compare", RUN, NEIGHBOR),
     ("top", RUN, "--once"),
     ("wait", RUN),
 )
@@ -48,8 +50,6 @@ CHECKPOINT_READERS = (
     ("checkpoint", "diff", f"{RUN}@1", f"{RUN}@2", "--json"),
     ("checkpoint", "prune", "--dry-run", "--keep", "1", RUN),
 )
-# A healthy neighbor: damage in one run never hides another.
-NEIGHBOR = "other-zzz222"
 Change = tuple[str, Any]
 ODD_KINDS = ("fifo", "folder", "link to itself", "link to zeros", "link outside", "gone")
 
@@ -103,15 +103,23 @@ def checkpointed_run(box: Sandbox) -> RunDir:
     return run
 
 
+def fresh_run(box: Sandbox, make: Callable[[Sandbox], RunDir]) -> Path:
+    """The folder of an undamaged RUN, with NEIGHBOR beside it."""
+    kept = box.root / make.__name__
+    if not kept.exists():
+        make(box).path.rename(kept)
+    folder, neighbor = (box.home / "runs" / name for name in (RUN, NEIGHBOR))
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(kept, folder)
+    if not neighbor.exists():
+        shutil.copytree(kept, neighbor)
+    return folder
+
+
 def player(make: Callable[[Sandbox], RunDir], neighbor_too: bool) -> Callable[[Sandbox, Any], None]:
     def play(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[str, ...]]) -> None:
         damages, words = drawn
-        kept = box.root / make.__name__
-        if not kept.exists():
-            make(box).path.rename(kept)
-        folder = box.home / "runs" / RUN
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(kept, folder)
+        folder = fresh_run(box, make)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         for place, how in damages:
             path = files[place % len(files)]
@@ -119,16 +127,13 @@ def player(make: Callable[[Sandbox], RunDir], neighbor_too: bool) -> Callable[[S
                 damage(box, path, how)
         said = box.call(words, terminal_safe=True)
         if neighbor_too and words[0] == "list":
-            _neighbor_is_listed(box, said.out)
+            _neighbor_is_listed(said.out)
 
     return play
 
 
-def _neighbor_is_listed(box: Sandbox, shown: str) -> None:
-    neighbor = box.home / "runs" / NEIGHBOR
-    if not neighbor.exists():
-        shutil.copytree(box.root / full_run.__name__, neighbor)
-    elif NEIGHBOR not in shown:
+def _neighbor_is_listed(shown: str) -> None:
+    if NEIGHBOR not in shown:
         raise FaultFound(Fault("hidden", "list", f"{NEIGHBOR} is not in:\n{shown}"))
 
 
@@ -140,12 +145,7 @@ def damaged(readers: tuple[tuple[str, ...], ...]) -> SearchStrategy[Any]:
 def telemetry_only(box: Sandbox, drawn: tuple[list[tuple[int, Change]], tuple[str, ...]]) -> None:
     """As the run files, but all damage is in the segments."""
     damages, words = drawn
-    kept = box.root / full_run.__name__
-    if not kept.exists():
-        full_run(box).path.rename(kept)
-    folder = box.home / "runs" / RUN
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(kept, folder)
+    folder = fresh_run(box, full_run)
     files = sorted(p for p in folder.glob("attempts/*/telemetry/**/*") if p.is_file())
     for place, how in damages:
         path = files[place % len(files)]
@@ -166,12 +166,7 @@ def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> N
     from clustertrain.checkpoint import manifest as index
 
     changed, words = drawn
-    kept = box.root / checkpointed_run.__name__
-    if not kept.exists():
-        checkpointed_run(box).path.rename(kept)
-    folder = box.home / "runs" / RUN
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(kept, folder)
+    folder = fresh_run(box, checkpointed_run)
     one = folder / "checkpoints" / "step-00000001"
     data = (one / index.MANIFEST).read_bytes()
     for how in changed:
@@ -192,12 +187,7 @@ def figures_changed(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...
     from clustertrain.telemetry.segments import blocks, totals
 
     place, changed, words = drawn
-    kept = box.root / full_run.__name__
-    if not kept.exists():
-        full_run(box).path.rename(kept)
-    folder = box.home / "runs" / RUN
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(kept, folder)
+    folder = fresh_run(box, full_run)
     segment = next(folder.glob("attempts/*/telemetry/*/0"))
     path = segment / ("header.json", totals.NAME, blocks.NAME)[place % 3]
     data = path.read_bytes() if path.suffix == ".json" else gzip.decompress(path.read_bytes())

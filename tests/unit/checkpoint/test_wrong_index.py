@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import sound
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.manifest import Manifest, TensorRecord
@@ -126,3 +127,26 @@ def test_a_pipe_in_place_of_a_file_is_damage(file: str, tmp_path: Path) -> None:
     os.mkfifo(bad / file)
     code, said = run("checkpoint", "verify", str(bad))
     assert code == 1 and file in said and "regular file" in said
+
+
+GRID = [((i, j), (2, 3)) for i in range(0, 8, 2) for j in range(0, 9, 3)]
+PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "fits"),
+    [
+        ((), [((), ())], True),
+        ((), [], False),
+        ((0, 4), [], True),
+        ((0, 4), [((0, 0), (0, 4))], True),
+        ((8, 9), GRID, True),
+        ((8, 9), GRID[1:], False),
+        ((8, 9), [*GRID[1:], GRID[-1]], False),
+        ((3, 3), PINWHEEL, True),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], False),
+    ],
+)
+def test_shards_are_all_of_a_tensor_and_each_element_once(shape: Any, boxes: list[Any], fits: bool) -> None:
+    assert (sound.wrong_tiling(shape, boxes) is None) is fits

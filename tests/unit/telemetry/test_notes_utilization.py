@@ -91,6 +91,23 @@ def test_a_short_job_is_not_blamed_for_its_start() -> None:
     assert [n for n in notes if n.severity != "info" and n.code == "low_utilization"] == []
 
 
+@pytest.mark.parametrize(
+    ("part", "code"), [("evaluation_s", "evaluation_often"), ("checkpoint_stall_s", "checkpoint_often")]
+)
+def test_a_short_job_is_not_blamed_for_its_checkpoints_and_evaluations(part: str, code: str) -> None:
+    found = healthy()
+    assert found.goodput is not None
+    short = replace(found.goodput, wall_s=180.0, queue_s=20.0, **{part: 100.0})
+    (note,) = (n for n in noted(replace(found, goodput=short)) if n.code == code)
+    assert note.severity == "info"
+
+
+def test_a_wait_of_a_millisecond_is_no_wait_for_data() -> None:
+    found = training(healthy(), data_wait_share=0.25, step_s=stats(0.004))
+    found = replace(found, ranks=[replace(r, data_wait_s=0.001) for r in found.ranks])
+    assert "waiting_on_data" not in codes(found)
+
+
 def test_communication_by_the_traffic() -> None:
     found = low()
     found = replace(found, hosts=[replace(h, infiniband_bytes_per_s=stats(40e9)) for h in found.hosts])

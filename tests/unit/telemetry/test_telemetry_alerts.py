@@ -221,6 +221,27 @@ def test_a_wait_that_is_nothing_beside_the_step_is_no_straggler(alerts: Alerts) 
     assert job.run(alerts, 900, lambda _, v: v.update({"rank2.data_wait_s": job.waited * 3})) == []
 
 
+def test_ranks_of_a_toy_whose_steps_take_milliseconds_are_no_stragglers(alerts: Alerts) -> None:
+    job = Job(4)
+    job.step_s = 0.004
+    odd = {"rank2.data_wait_s": 0.001, "rank0.forward_s": 0.0025}
+
+    def vary(_: float, v: dict[str, float]) -> None:
+        for r in range(4):
+            v |= {f"rank{r}.data_wait_s": job.done * 0.0001, f"rank{r}.forward_s": job.done * 0.0012}
+        v |= {name: job.done * seconds for name, seconds in odd.items()}
+
+    assert job.run(alerts, 900, vary) == []
+
+
+def test_a_toy_whose_steps_of_milliseconds_become_slower_is_not_told(alerts: Alerts) -> None:
+    job = Job(2)
+    job.step_s = 0.004
+    assert job.run(alerts, 3600) == []
+    job.step_s = 0.008
+    assert job.run(alerts, 900) == []
+
+
 def test_steps_that_become_slower_than_the_run_was(alerts: Alerts) -> None:
     job = Job(2)
     assert job.run(alerts, 3600) == []

@@ -122,19 +122,35 @@ def test_the_fix_for_clipping_names_a_limit_and_does_not_lower_a_rate_that_may_b
 
 
 def test_throughput_against_the_runs_own(told: Told) -> None:
-    assert told.see(5 + LEAST_KNOWN + RECENT, tokens_per_s=100.0) == []
-    assert told.see(RECENT, tokens_per_s=91.0) == []
-    assert told.see(KNOWN, tokens_per_s=100.0) == []
-    assert told.see(RECENT // 2, tokens_per_s=80.0) == []
-    assert told.see(2, tokens_per_s=80.0) == ["throughput_drop"]
+    assert told.see(5 + LEAST_KNOWN + RECENT, tokens_per_s=100.0, step_s=8.0) == []
+    assert told.see(RECENT, tokens_per_s=91.0, step_s=9.0) == []
+    assert told.see(KNOWN, tokens_per_s=100.0, step_s=8.0) == []
+    assert told.see(RECENT // 2, tokens_per_s=80.0, step_s=10.0) == []
+    assert told.see(2, tokens_per_s=80.0, step_s=10.0) == ["throughput_drop"]
     assert told.events[0]["value"] == pytest.approx(0.8)
 
 
 def test_without_tokens_by_samples_and_without_those_by_the_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for fast, slow in (({"samples_per_s": 9.0}, {"samples_per_s": 5.0}), ({"step_s": 1.0}, {"step_s": 1.5})):
+    for fast, slow in (({"samples_per_s": 9.0}, {"samples_per_s": 5.0}), ({}, {})):
         told = Told(monkeypatch)
-        assert told.see(5 + LEAST_KNOWN + RECENT, **fast) == []
-        assert told.see(RECENT, **slow) == ["throughput_drop"]
+        assert told.see(5 + LEAST_KNOWN + RECENT, step_s=10.0, **fast) == []
+        assert told.see(RECENT, step_s=18.0, **slow) == ["throughput_drop"]
+
+
+def test_a_toy_run_whose_steps_vary_is_told_nothing_of_its_throughput(told: Told) -> None:
+    """Steps of milliseconds, for however long; and a minute of longer ones."""
+    assert told.see(5 + LEAST_KNOWN + RECENT, step_s=0.002) == []
+    assert told.see(20_000, step_s=0.002) == []
+    assert told.see(6000, step_s=0.01) == []
+    told.warnings = Warnings(StabilitySpec(), lambda name, **fields: told.events.append(fields))
+    assert told.see(200, step_s=0.2) == []
+    assert told.see(80, step_s=0.5) == []
+
+
+def test_a_drop_of_short_steps_is_told_when_it_has_lasted(told: Told) -> None:
+    assert told.see(KNOWN * 10, step_s=0.03) == []
+    assert told.see(100, step_s=0.05) == []
+    assert told.see(200, step_s=0.05) == ["throughput_drop"]
 
 
 def test_the_same_is_not_said_again_for_a_while_and_then_with_how_often_it_was(told: Told) -> None:
