@@ -7,6 +7,7 @@ A umask that would close them to it is loosened for the processes of a run that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,22 @@ def write_text(path: Path, text: str, *, mode: int = 0o640) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+
+def create_json(path: Path, value: Any) -> bool:
+    """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
+    once, on NFS too, one succeeds."""
+    made = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    write_json(made, value)
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        # A client of NFS that got no answer asks again, and is then told that the file is there: the one that it made.
+        return made.stat().st_nlink == 2
+    finally:
+        made.unlink()
+    fsync_folder(path.parent)
+    return True
 
 
 def read_json(path: Path) -> Any | None:
@@ -166,6 +183,19 @@ def claim_folder(path: Path, *, mode: int | None = None) -> bool:
     made = path.stat().st_mode
     if made & 0o777 != wanted:
         path.chmod(made & 0o7000 | wanted)  # a site may hand its group down with the setgid bit
+    return True
+
+
+def name_folder(made: Path, name: Path) -> bool:
+    """Give a folder with something in it, made beside ``name``, that name; False when somebody else's has it. The
+    rename is atomic on NFS and Lustre, and whoever sees the folder sees all that is in it."""
+    try:
+        made.rename(name)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    fsync_folder(name.parent)
     return True
 
 

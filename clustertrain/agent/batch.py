@@ -54,10 +54,12 @@ class Step:
     stop_at: float | None = None
     requeue_asked: bool = False
     new_options: dict[str, str] | None = None  # of the requeue that was asked for
+    late_request: bool = False  # it came when the step was over
     over_at: float | None = None  # a node has failed, or all have ended
     aborted_at: float | None = None
     orphaned: bool = False
     out_of_time: bool = False
+    taken_over: bool = False
     agents_seen: bool = False
     began: float = field(default_factory=clock.monotonic)
     next_look: float = 0.0
@@ -94,7 +96,12 @@ class Batch:
             clock.wait_until(lambda: step.child.poll() is not None, POLL_S, POLL_S)
         if step.orphaned:
             return EXIT_FAILED  # whoever continues the run closes this attempt
+        self._close_requests(step)
         evidence = self._evidence(step)
+        newer = self._newer_attempt()
+        if newer is not None:  # whose start has closed this attempt, and which decides what becomes of the run
+            print(f"clustertrain: attempt {self.attempt.n} was taken over by attempt {newer}", flush=True)
+            return EXIT_NO_REQUEUE
         verdict = classify(evidence)
         if verdict is None:
             # Slurm is ending the job by itself and accounting has no word yet. Whoever starts or looks next will know.
@@ -103,6 +110,8 @@ class Batch:
         decision = decide(verdict, attempts.charged(self.run), self.spec.job.max_requeues)
         if decision.action == "requeue" and step.new_options:
             decision = replace(decision, action="resubmit", options=step.new_options)
+        if step.late_request:
+            self._answer_request(None if decision.action in ("requeue", "resubmit") else decision.why)
         print(f"clustertrain: attempt {self.attempt.n} {verdict.ending}: {verdict.reason}", flush=True)
         if comment is not None and decision.action not in ("requeue", "resubmit"):
             comment.finish(COMMENT_S)
@@ -173,10 +182,10 @@ class Batch:
             view = self._view()
             if view is not None and view.preempt_time is not None:
                 self._ask_to_stop(step, "preemption")
-        asked = fsio.peek_json(self.attempt.requeue_asked)
-        if asked is not None and not step.requeue_asked:
-            step.requeue_asked, step.new_options = True, asked["options"]
+        if self._is_asked_to_requeue(step):
+            self._answer_request(None)
             self._ask_to_stop(step, "requeue")
+        self._watch_owner(step)
         self._watch_failures(step, now)
         self._watch_agents(step, now)
         if self.deadline.end_time is not None and clock.now() > self.deadline.end_time - LAST_CHANCE_S:
@@ -186,6 +195,39 @@ class Batch:
             # The supervisor is gone. Without it nobody could stop or continue this run, so it does not go on.
             step.orphaned = True
             self._abort(step)
+
+    def _is_asked_to_requeue(self, step: Step) -> bool:
+        """Whether there is a request that was not read before."""
+        asked = None if step.requeue_asked else fsio.peek_json(self.attempt.requeue_asked)
+        if asked is None or "options" not in asked:
+            return False
+        step.requeue_asked, step.new_options = True, asked["options"]
+        return True
+
+    def _close_requests(self, step: Step) -> None:
+        """From now on `clustertrain requeue` finds that it is too late. A request that came first still counts."""
+        with contextlib.suppress(OSError):  # the disk; nobody can ask there either
+            if not fsio.create_json(self.attempt.requeue_asked, {"too_late": clock.now()}):
+                step.late_request = self._is_asked_to_requeue(step)
+
+    def _answer_request(self, why_not: str | None) -> None:
+        self.log.write("requeue_answered", taken=why_not is None, why=why_not)
+
+    def _watch_owner(self, step: Step) -> None:
+        """Slurm may have started the run elsewhere, after it lost sight of this node: what goes on here is in vain."""
+        newer = None if step.taken_over else self._newer_attempt()
+        if newer is not None:
+            step.taken_over = True
+            self.log.write("taken_over", by=newer)
+        if step.taken_over:
+            self._abort(step)
+
+    def _newer_attempt(self) -> int | None:
+        try:
+            return self.run.newer_attempt(self.attempt.n)
+        except OSError as e:
+            print(f"clustertrain batch: {self.run.attempts_folder}: {e}", file=sys.stderr, flush=True)
+            return None
 
     def _ask_to_stop(self, step: Step, source: str) -> None:
         step.stop_at = clock.now()

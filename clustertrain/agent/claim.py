@@ -1,12 +1,18 @@
-"""The start of an attempt: close what earlier ones left open, then claim the next number. Never two at once."""
+"""The start of an attempt: see that earlier ones are over, claim the next number, close what they left open.
+
+The claim is the rename of a complete folder to the number after the highest one that was looked at. The file system
+gives a number to one claimer only, and the one who comes second looks at that attempt too (docs/decisions/0033).
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from clustertrain import clock, fsio, settings
 from clustertrain.agent import deadline as deadlines
@@ -20,7 +26,7 @@ from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.lead import first_lead_s, lead_s
 
 NO_ANSWER_S = 120.0
-HALF_CLAIMED_S = 60.0  # for a claimer to write its record after the mkdir
+RECORD_S = 60.0  # for an attempt's record to be seen here: an NFS client may believe so long that there is none
 COMPLETING_S = 120.0  # for the job of an open attempt to leave COMPLETING
 
 
@@ -71,46 +77,68 @@ def _patiently(backend: Backend, job_id: str) -> JobView | None:
 
 
 def claim(run: RunDir, me: Identity, backend: Backend) -> Claim:
-    """Close the open attempts before this one and claim the next.
+    """Claim the next attempt, and close those that were left open before it.
 
     Raises:
         NotOwner: the run was cancelled, is complete, or another job holds it.
     """
-    _refuse_ended(run)
-    while True:
-        open_attempts = [a for a in attempts.read_all(run) if a.ending is None]
-        for attempt in open_attempts:
-            _close(run, _settled(run, attempt), me, backend)
-        numbers = [a.n for a in run.attempts()]
-        attempt_dir = run.attempt(max(numbers, default=0) + 1)
-        if fsio.claim_folder(attempt_dir.path):
-            held = _furnish(run, attempt_dir, me)
-            if max(a.n for a in run.attempts()) > attempt_dir.n:
-                raise NotOwner(f"attempt {attempt_dir.n} of {run.id} was taken over while it was being made")
-            return held
-        # Somebody was faster. The next round finds that attempt open, and its job alive.
+    made, deadline = _furnish(run, me)
+    beaten_to: list[int] = []
+    try:
+        while True:
+            earlier = _read(run, beaten_to)
+            _refuse_ended(run, earlier)
+            left_open = [a for a in earlier if a.ending is None]
+            for attempt in left_open:
+                _see_its_end(run, attempt, me, backend)
+            mine = run.attempt(max((a.n for a in earlier), default=0) + 1)
+            if fsio.name_folder(made, mine.path):
+                break
+            beaten_to.append(mine.n)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    # By the owner alone: a closing names the job that goes on with the run.
+    for attempt in left_open:
+        _close(run, attempt, me, backend)
+    return Claim(attempt=mine, job_id=me.job_id, nodes=me.nodes, deadline=deadline)
 
 
-def _refuse_ended(run: RunDir) -> None:
+def _read(run: RunDir, beaten_to: Sequence[int]) -> list[Attempt]:
+    """All attempts, oldest first, with those that are known to be there though an NFS client may not list them yet."""
+    listed = attempts.read_all(run)
+    unlisted = set(beaten_to) - {a.n for a in listed}
+    found = sorted([*listed, *(attempts.read_one(run, run.attempt(n)) for n in unlisted)], key=lambda a: a.n)
+    return [a if a.job_id or a.ending is not None else _recorded(run, a.n, beaten_to) for a in found]
+
+
+def _recorded(run: RunDir, n: int, beaten_to: Sequence[int]) -> Attempt:
+    """An attempt whose record could not be read a moment ago. One for good without is damaged, and holds nothing.
+
+    Raises:
+        NotOwner: it was claimed just now, and who claimed it cannot be read.
+    """
+    record = run.attempt(n).record
+    if not clock.wait_until(lambda: fsio.peek_json(record) is not None, RECORD_S) and n in beaten_to:
+        raise NotOwner(f"attempt {n} of {run.id} was claimed just now, by whom does not read: {record}")
+    return attempts.read_one(run, run.attempt(n))
+
+
+def _refuse_ended(run: RunDir, history: Sequence[Attempt]) -> None:
     if run.cancelled.exists():
         raise NotOwner(f"{run.id} was cancelled")
-    history = attempts.read_all(run)
     if history and history[-1].ending == endings.COMPLETED:
         raise NotOwner(f"{run.id} is complete")
 
 
-def _settled(run: RunDir, attempt: Attempt) -> Attempt:
-    """The attempt with its record; a claimer that has just made the folder gets a moment to write it."""
-    record = run.attempt(attempt.n).record
-    clock.wait_until(lambda: fsio.peek_json(record) is not None, HALF_CLAIMED_S)
-    return attempts.read_one(run, run.attempt(attempt.n))
-
-
-def _close(run: RunDir, attempt: Attempt, me: Identity, backend: Backend) -> None:
+def _see_its_end(run: RunDir, attempt: Attempt, me: Identity, backend: Backend) -> None:
     if attempt.job_id and attempt.job_id != me.job_id:
         _wait_for_end(run, attempt, backend)
     elif attempt.job_id and attempt.restart >= me.restart:
         raise NotOwner(f"attempt {attempt.n} of {run.id} belongs to this very start of job {me.job_id}")
+
+
+def _close(run: RunDir, attempt: Attempt, me: Identity, backend: Backend) -> None:
     start = _accounted(attempt, backend)
     ending = endings.of_scheduler(start.state) if start else endings.UNKNOWN
     words = f"the scheduler says {start.state}" if start else "the scheduler remembers nothing of it"
@@ -162,23 +190,24 @@ def _accounted(attempt: Attempt, backend: Backend) -> JobStart | None:
     return min(rows, key=lambda s: abs((s.start or 0.0) - began))
 
 
-def _furnish(run: RunDir, attempt: AttemptDir, me: Identity) -> Claim:
-    # The record first: without it a later start would think that this claim died half way.
-    fsio.write_json(
-        attempt.record,
-        {
-            "job_id": me.job_id,
-            "restart": me.restart,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "nodes": list(me.nodes),
-            "t": clock.now(),
-        },
-    )
+def _furnish(run: RunDir, me: Identity) -> tuple[Path, Deadline]:
+    """The folder of an attempt as it begins, under a name that is none of an attempt."""
+    made = run.attempts_folder / f".claim-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    fsio.claim_folder(made)
+    attempt = AttemptDir(made, 0)
+    record = {
+        "job_id": me.job_id,
+        "restart": me.restart,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "nodes": list(me.nodes),
+        "t": clock.now(),
+    }
+    fsio.write_json(attempt.record, record)
     allocation_s = me.end_time - clock.now() if me.end_time is not None else None
     deadline = Deadline(end_time=me.end_time, lead_s=lead_s(run, allocation_s), signal_lead_s=first_lead_s(run))
     for folder in (attempt.events, attempt.results, attempt.logs, attempt.telemetry):
-        fsio.make_folder(folder)
+        fsio.claim_folder(folder)
     fsio.write_text(attempt.nonce, secrets.token_hex(16))
     deadlines.write(attempt.deadline, deadline)
-    return Claim(attempt=attempt, job_id=me.job_id, nodes=me.nodes, deadline=deadline)
+    return made, deadline

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from clustertrain.agent.torchrun import AFTER_FAILURE_S
 from clustertrain.agent.tracking import HURRIED_STOP_S as HURRIED_TRACKING_S
 from clustertrain.agent.tracking import STOP_S as TRACKING_S
 from clustertrain.agent.tracking import Tracking
-from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, ClusterTrainError, EnvironmentNotFit
+from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
 from clustertrain.run.events import EventLog
 
@@ -43,6 +44,7 @@ class Agent:
         self.stopping: str | None = None
         self.deadline = deadlines.read(place.attempt.deadline)
         self.aborted = False
+        self.taken_over: int | None = None  # by which attempt
         self.recording: Recording | None = None
         self.tracking = Tracking(place.run, place.attempt, place.environ, self.log)
 
@@ -101,7 +103,14 @@ class Agent:
             proc.kill_descendants(spare=self.tracking.pid)
             child.wait()
         tail = _tail(self._launcher_log) if child.returncode else None
-        return judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), log_tail=tail)
+        found = judge(p.node, p.node_rank, p.ranks, read_ranks(self.rank_dir, p.ranks), log_tail=tail)
+        return found if self.taken_over is None else self._no_longer_owner(found, self.taken_over)
+
+    def _no_longer_owner(self, found: NodeResult, newer: int) -> NodeResult:
+        """That the ranks were ended is no failure of theirs."""
+        why = f"taken over by attempt {newer}"
+        print(f"clustertrain agent on {self.place.node}: {why}", file=sys.stderr, flush=True)
+        return replace(found, ending="stopped", kind=None, message=None, why=why, exit_code=EXIT_NO_REQUEUE)
 
     @property
     def _launcher_log(self) -> Path:
@@ -189,6 +198,7 @@ class Agent:
                 if any(r["ending"] == "failed" for r in records.values()):
                     failed_at = failed_at or clock.monotonic()
                 self._look_for_stop()
+                self._look_for_newer_attempt()
                 self.tracking.look()
             if self.signals.first and self.stopping is None:
                 self._heed_signals()
@@ -207,6 +217,12 @@ class Agent:
         self.deadline = deadlines.read(self.place.attempt.deadline) or self.deadline
         if self.stopping is None and self.deadline is not None and self.deadline.due(clock.now()):
             self._stop_ranks("deadline", None)
+
+    def _look_for_newer_attempt(self) -> None:
+        """Batch looks as well, but it may be gone, or on a node that is cut off."""
+        with contextlib.suppress(OSError):
+            self.taken_over = self.place.run.newer_attempt(self.place.attempt.n)
+        self.aborted = self.aborted or self.taken_over is not None
 
     def _heed_signals(self) -> None:
         if self.deadline is None or not self.deadline.explains(self.signals.received, clock.now()):

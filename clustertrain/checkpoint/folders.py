@@ -7,12 +7,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.spec.places import is_url
 
@@ -46,8 +49,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def sweep(root: Path) -> None:
-    """Clear away what a killed save has left. Only the attempt that owns the run gets here."""
+def sweep(root: Path, fence: Fence | None = None) -> None:
+    """Clear away what a killed save has left, and what an older attempt has under way, so that it can commit nothing
+    any more.
+
+    Raises:
+        TakenOver: a newer attempt owns the run.
+    """
+    fences.check(fence)
     fsio.make_folder(root)
     for old in root.glob(".old-step-*"):
         final = root / old.name.removeprefix(".old-")
@@ -58,7 +67,14 @@ def sweep(root: Path) -> None:
     for rest in root.glob(".swept.step-*"):
         shutil.rmtree(rest, ignore_errors=True)
     for staging in root.glob(".step-*"):
-        discard(staging)
+        if fence is None or _attempt_of(staging) <= fence.attempt:
+            discard(staging)
+
+
+def _attempt_of(staging: Path) -> int:
+    """The attempt that made it, 0 where that cannot be told."""
+    made_by = re.fullmatch(r"\.step-\d{8,}-(\d+)-[0-9a-f]+", staging.name)
+    return int(made_by[1]) if made_by else 0
 
 
 def mark_damaged(skipped: list[dict[str, Any]]) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from clustertrain import clock
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import folders, points, rollback
 from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Background, Inline, Outcome
+from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.flights import Flight, Flights
 from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.offers import Offers
@@ -77,11 +79,13 @@ class CheckpointManager:
         about: Mapping[str, Any] | None = None,
         local: Local | None = None,
         remote: Remote | None = None,
+        fence: Fence | None = None,
         until: Callable[[], float | None] = lambda: None,
         on_commit: Callable[[Saved], None] = lambda saved: None,
         on_copy: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         """``on_commit`` is called on every rank, once a checkpoint, when this rank hears of it: rank 0 first;
+        ``fence`` tells whether a newer attempt owns the run, after which nothing of ``root`` is changed any more;
         ``sharers`` is the number of ranks on this machine;
         ``until`` says when waiting ends, by the monotonic clock; it is asked again and again;
         ``on_copy`` on rank 0 when all of one is copied, and on a rank that could not copy its share. ``local`` and
@@ -89,7 +93,8 @@ class CheckpointManager:
         self._root = root
         self._ranks = ranks
         self._offers = Offers(root, ranks, attempt)
-        self._restoring = Restoring(root, ranks, attempt, local, remote)
+        self._restoring = Restoring(root, ranks, attempt, local, remote, fence)
+        self._fence = fence
         self._attempt = attempt
         self._layout = dict(layout)
         self._policy = policy
@@ -142,6 +147,7 @@ class CheckpointManager:
 
         Raises:
             TooLate: on every rank, when the time to wait was over. Nothing is known to be committed.
+            TakenOver: on every rank, a newer attempt owns the run. Nothing was committed.
             StorageError: on every rank, when any of them could not write, this time or the last. Nothing was committed
                 then, and the older checkpoints are as they were.
             CheckpointError: likewise, where the state is one that cannot be saved.
@@ -205,6 +211,7 @@ class CheckpointManager:
             about=self._about,
             policy=self._policy,
             patience_s=PATIENCE_S,
+            fence=self._fence,
         )
 
     @property
@@ -239,7 +246,7 @@ class CheckpointManager:
             if troubles:
                 # Not at the deadline: it may be the file system that does not answer. The next restore does it.
                 if not late:
-                    self._ranks.on_first(lambda: folders.discard(Path(flight.write.folder)), failure)
+                    self._ranks.on_first(lambda: self._discard(flight), failure)
                 raise error(failure, troubles)
             size, save_s = self._ranks.on_first(lambda: _committed(flight), failure)
         except TooLate:
@@ -250,6 +257,10 @@ class CheckpointManager:
         saved = self._saved(flight, size, save_s)
         self._tell(saved)
         return saved
+
+    def _discard(self, flight: Flight) -> None:
+        folders.discard(Path(flight.write.folder))
+        fences.check(self._fence)  # a newer attempt takes away the folder in which the ranks are writing
 
     def _saved(self, flight: Flight, size: int, save_s: float) -> Saved:
         reason = flight.commit.reason if flight.commit is not None else "interval"
@@ -313,6 +324,7 @@ class CheckpointManager:
                     world_size=self._ranks.world_size,
                     attempt=self._attempt,
                     policy=self._remote.policy,
+                    fence=self._fence,
                 )
             )
         return restored

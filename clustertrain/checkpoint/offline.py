@@ -263,5 +263,5 @@ def prune(root: Path, keep: int, *, good: Callable[[Path], bool] = verifies) -> 
     """
     doomed = prunable(root, keep, good=good)
     for folder in doomed:
-        retention.remove(folder)
+        retention.remove(folder, retention.marker_of(folder))
     return doomed

@@ -26,6 +26,8 @@ POINTS: Final = (
     "handed in",
     "before the marker",
     "after the marker",
+    "before the fence",
+    "after the fence",
     "while publishing",
     "while pruning",
 )

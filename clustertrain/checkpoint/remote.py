@@ -20,8 +20,10 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import clock, fsio
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points, retention
+from clustertrain.checkpoint.fence import Fence, TakenOver
 from clustertrain.checkpoint.manifest import COMMITTED, MANIFEST, Damaged, Manifest
 from clustertrain.checkpoint.retention import Known, Policy
 from clustertrain.checkpoint.source import Folder, RemoteFolder
@@ -47,6 +49,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     world_size: int
     attempt: str
     policy: Policy
+    fence: Fence | None = None
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +117,8 @@ class Uploader:
     def say_over(self) -> None:
         """So that nobody waits for what rank 0 was to begin."""
         if self._job.rank == 0:
-            self._say(upto=NO_MORE)
+            with suppress(TakenOver, StorageError):
+                self._say(upto=NO_MORE)
 
     def _run(self) -> None:
         pause = PAUSES_S[0]
@@ -124,7 +128,7 @@ class Uploader:
                 while True:
                     self._lead() if self._job.rank == 0 else self._follow()
                     pause = PAUSES_S[0]
-            except _Ended:
+            except (_Ended, TakenOver):
                 return
             except Exception as e:  # whatever it is, it concerns nobody but this thread
                 self._failed(e, pause)
@@ -190,6 +194,7 @@ class Uploader:
         self._prune()
 
     def _say(self, *, upto: int = 0, step: int | None = None, marker: str = "") -> None:
+        fences.check(self._job.fence)
         self._said += 1
         said = Said(attempt=self._job.attempt, nth=self._said, upto=upto, step=step, marker=marker)
         fsio.write_bytes(self._root / SAID, msgspec.json.encode(said))
@@ -241,6 +246,7 @@ class Uploader:
             raise StorageError(f"{there / wrong[0]}: is not what was written there")
         self._put(index.step_folder(self._root, step) / MANIFEST, there / MANIFEST)
         points.reached("before the remote marker", 0)
+        fences.check(self._job.fence)
         (there / COMMITTED).write_bytes(marker)
         for rank in range(self._job.world_size):
             (there / _share(rank)).unlink()
@@ -253,6 +259,7 @@ class Uploader:
         for folder in index.folders(self._remote):
             step = index.step_of(folder)
             if step in doomed or (step not in self._there and step is not None and step < newest):
+                fences.check(self._job.fence)
                 (folder / COMMITTED).unlink()
                 folder.rmtree()
                 self._there.pop(step, None)
@@ -304,6 +311,7 @@ class Uploader:
         """If not, nothing there counts from now on: before the first byte of it is replaced."""
         found = _read(there / COMMITTED)
         if found is not None and found != marker:
+            fences.check(self._job.fence)
             (there / COMMITTED).unlink()
         return found == marker
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import folders, rollback
 from clustertrain.checkpoint import local as near
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.manifest import Damaged, Manifest
 from clustertrain.checkpoint.reader import Finish, Reader
 from clustertrain.checkpoint.retention import Policy
@@ -95,13 +97,22 @@ class _Candidate:
 
 
 class Restoring:
-    def __init__(self, root: Path, ranks: Ranks, attempt: str, local: Local | None, remote: Remote | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        ranks: Ranks,
+        attempt: str,
+        local: Local | None,
+        remote: Remote | None,
+        fence: Fence | None = None,
+    ) -> None:
         self._root = root
         self._ranks = ranks
         self._attempt = attempt
         self._local = local
         self._near_root = local.root if local is not None else None
         self._remote = remote
+        self._fence = fence
 
     def newest(self, state: dict[str, Any], agree: Agree) -> Restored | None:
         """As :meth:`CheckpointManager.restore`."""
@@ -152,14 +163,18 @@ class Restoring:
 
     def _begin_back(self, wanted: Wanted) -> dict[str, Any]:
         try:
-            left = rollback.begin(self._root, self._behind() if self._remote is not None else None, wanted)
+            left = rollback.begin(self._root, self._behind() if self._remote is not None else None, wanted, self._fence)
         except Diverged as e:  # the other ranks must hear of it
             return {"message": e.message, "fix": e.fix}
         return {"left": left}
 
     def _clear_up(self) -> None:
-        folders.sweep(self._root)
+        folders.sweep(self._root, self._fence)
         rollback.enforce(self._root, self._behind() if self._remote is not None else None)
+
+    def _set_aside(self, skipped: list[dict[str, Any]]) -> None:
+        fences.check(self._fence)
+        folders.mark_damaged(skipped)
 
     def _newest_good(self, state: dict[str, Any], agree: Agree) -> Restored | None:
         started = clock.monotonic()
@@ -219,7 +234,7 @@ class Restoring:
     def _finished(self, it: _Candidate, started: float, skipped: list[dict[str, Any]]) -> Restored:
         assert it.finish is not None and it.manifest is not None
         it.finish()
-        self._ranks.on_first(lambda: folders.mark_damaged(skipped), "damaged checkpoints cannot be set aside")
+        self._ranks.on_first(lambda: self._set_aside(skipped), "damaged checkpoints cannot be set aside")
         restored = Restored(it.step, it.folder, it.rank_state, clock.monotonic() - started, skipped)
         if self._local is None:
             return restored

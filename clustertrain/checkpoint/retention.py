@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from clustertrain import fsio
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.source import Folder
 from clustertrain.checkpoint.storage import StorageError, patiently
@@ -148,16 +149,20 @@ def apply(
     good: Callable[[Path], bool],
     know: Callable[[Path, Policy], Known] = known,
     spared: Collection[int] = (),
+    fence: fences.Fence | None = None,
 ) -> list[Path]:
     """Delete what :func:`choose` says, but for the steps ``spared``; returns it.
 
     Raises:
         OSError: one could not be deleted; those after it are still there.
         StorageError: as :func:`choose`; nothing was deleted.
+        TakenOver: a newer attempt owns the run, and all that was not deleted before.
     """
     going = [p for p in choose(root, policy, good=good, know=know) if index.step_of(p) not in spared]
-    for folder in going:
-        remove(folder)
+    markers = [marker_of(folder) for folder in going]
+    for folder, marker in zip(going, markers, strict=True):
+        fences.check(fence)
+        remove(folder, marker)
     return going
 
 
@@ -172,13 +177,26 @@ def looks_whole(folder: Path) -> bool:
     return True
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. It loses its name first, so that half of one never looks like a whole one; what a kill
-    leaves behind has the name of a save that did not end, and goes as such at the next restore."""
+def marker_of(folder: Folder) -> str | None:
+    """What tells a checkpoint from another one of the same step; None without a marker."""
+    path = folder / index.COMMITTED
+    try:
+        return str(patiently(path.read_bytes, path).decode(errors="replace"))
+    except FileNotFoundError:
+        return None
+
+
+def remove(folder: Path, marker: str | None) -> None:
+    """Delete the checkpoint that has this ``marker``. It loses its name first, so that half of one never looks like a
+    whole one; what a kill leaves behind has the name of a save that did not end, and goes as such at the next restore.
+    """
     step = index.step_of(folder)
     away = index.staging_folder(folder.parent, step or 0, "removed")
     if away.exists():
         shutil.rmtree(away)
     folder.rename(away)
+    if marker_of(away) != marker:  # this process was held up, and a newer attempt has saved the same step meanwhile
+        away.rename(folder)
+        return
     fsio.fsync_folder(folder.parent)
     shutil.rmtree(away)

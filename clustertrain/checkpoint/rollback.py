@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points, retention
+from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError, Diverged
@@ -77,10 +77,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     most_often: int
 
 
-def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> int:
+def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted, fence: Fence | None = None) -> int:
     """Write down that the run goes back, before anything is done for it; returns the newest step that is left.
 
     Raises:
+        TakenOver: a newer attempt owns the run, and what it goes back behind.
         Diverged: there is no such checkpoint, or the run has gone back too often.
     """
     before, why, most = read(root), wanted.why, wanted.most
@@ -109,6 +110,7 @@ def begin(root: Path, remote: RemoteFolder | None, wanted: Wanted) -> int:
     condemned = tuple((step, marker) for step, marker in markers if step > most)
     record = RollBack(last=wanted.last, most=most, why=why, count=count, left_out=wanted.left_out, condemned=condemned)
     points.reached("before the roll-back's record", 0)
+    fences.check(fence)
     fsio.write_bytes(root / FILE, msgspec.json.encode([*before, record]))
     points.reached("after the roll-back's record", 0)
     return max(left)
@@ -118,13 +120,13 @@ def enforce(root: Path, remote: RemoteFolder | None) -> None:
     """Remove what the record condemns, as far as it is still there; what is behind the URL only loses its marker."""
     for step, marker in _condemned(root):
         folder = index.step_folder(root, step)
-        if _marker(folder) == marker:
-            retention.remove(folder)
+        if retention.marker_of(folder) == marker:
+            retention.remove(folder, marker)
             points.reached("between two condemned checkpoints", 0)
         if remote is not None:
             there = index.step_folder(remote, step)
             try:
-                if _marker(there) == marker:
+                if retention.marker_of(there) == marker:
                     (there / index.COMMITTED).unlink()
             except (OSError, CheckpointError) as e:  # a restore looks at the record as well
                 log.warning("%s does not count any more and stays: %s", there, e)
@@ -142,7 +144,7 @@ def counting(root: F) -> list[F]:
 def counts(root: Path, there: Folder, step: int) -> bool:
     """Whether a checkpoint ``there``, beside the record or behind a URL, is none that it condemns."""
     markers = {marker for s, marker in _condemned(root) if s == step}
-    return not markers or _marker(there) not in markers
+    return not markers or retention.marker_of(there) not in markers
 
 
 def _condemned(root: Path) -> Sequence[tuple[int, str]]:
@@ -150,12 +152,5 @@ def _condemned(root: Path) -> Sequence[tuple[int, str]]:
 
 
 def _markers(root: Path | RemoteFolder) -> list[tuple[int, str]]:
-    found = [(index.step_of(p) or 0, _marker(p)) for p in index.folders(root)]
+    found = [(index.step_of(p) or 0, retention.marker_of(p)) for p in index.folders(root)]
     return [(step, marker) for step, marker in found if marker is not None]
-
-
-def _marker(folder: Folder) -> str | None:
-    path: Any = folder / index.COMMITTED
-    with suppress(FileNotFoundError):
-        return str(patiently(path.read_bytes, path).decode(errors="replace"))
-    return None

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.storage import FULL, StorageError
 from clustertrain.errors import CheckpointError
 
@@ -14,10 +15,10 @@ from clustertrain.errors import CheckpointError
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """``why``, and whether it is ``of`` the checkpoint's own content ("state"), a "full" disk, a file system (or
     process) that may do better next time ("storage"), the objects that it should be loaded into ("objects"), or only
-    that nobody can wait any longer ("deadline")."""
+    that nobody can wait any longer ("deadline"), or that a newer attempt owns the run ("taken over")."""
 
     why: str
-    of: Literal["state", "full", "storage", "objects", "deadline"]
+    of: Literal["state", "full", "storage", "objects", "deadline", "taken over"]
 
 
 class TooLate(CheckpointError):
@@ -29,6 +30,8 @@ def told(e: OSError | CheckpointError) -> Trouble:
         return Trouble(why=str(e), of="full" if e.errno in FULL else "storage")
     if isinstance(e, StorageError):
         return Trouble(why=e.message, of="full" if e.full else "storage")
+    if isinstance(e, TakenOver):
+        return Trouble(why=e.message, of="taken over")
     if isinstance(e, TooLate):
         return Trouble(why=e.message, of="deadline")
     return Trouble(why=e.message, of="state")
@@ -38,6 +41,8 @@ def error(failure: str, troubles: Sequence[Trouble]) -> CheckpointError:
     """One exception for the troubles of all ranks. What would not go away by itself decides."""
     message = ": ".join(p for p in (failure, "; ".join(t.why for t in troubles)) if p)
     causes = {t.of for t in troubles}
+    if "taken over" in causes:
+        return TakenOver(message)
     if "full" in causes:
         return StorageError(message, full=True)
     if "deadline" in causes:  # whatever else there is, the process must end now

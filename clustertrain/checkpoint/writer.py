@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio
-from clustertrain.checkpoint import integrity, points, retention
+from clustertrain.checkpoint import fence, integrity, points, retention
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.engines import Engine, engine
+from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.manifest import Manifest, Metric, Reason, ShardRecord, TensorRecord
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.segments import Place, Segment
@@ -45,7 +46,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """For rank 0: make what all ranks write into ``folder`` the checkpoint of ``step`` in ``root``, and delete what
-    ``policy`` does not keep.
+    ``policy`` does not keep, as far as ``fence`` allows.
     ``patience_s`` is for the slowest rank, from when this one has written."""
 
     step: int
@@ -61,6 +62,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     about: dict[str, Any]
     policy: Policy
     patience_s: float
+    fence: fence.Fence | None = None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +177,7 @@ def commit(
 
     Raises:
         OSError: as :func:`write`.
+        TakenOver: a newer attempt owns the run.
         CheckpointError: a rank did not write its part, or the parts do not fit together.
     """
     folder, final = Path(job.folder), index.step_folder(Path(job.root), job.step)
@@ -185,12 +188,19 @@ def commit(
         manifest = index.read_manifest(folder) if index.is_committed(folder) else _indexed(folder, job, go_on)
         for rank in range(job.world_size):
             done_file(folder, rank).unlink(missing_ok=True)
+        points.reached("before the fence", 0)
+        # As late as can be, and after the folder was made: a newer attempt that claims the run after this finds the
+        # folder and takes it away, or finds the checkpoint and goes on from it.
+        fence.check(job.fence)
+        points.reached("after the fence", 0)
         publish(folder, final)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(e, (OSError, CheckpointError)):
+            fence.check(job.fence)  # a newer attempt may have taken the folder away
         raise
     if may_prune():
-        _retire(Path(job.root), job.policy, spared())
+        _retire(job, spared())
     return manifest.bytes
 
 
@@ -269,11 +279,14 @@ def publish(staging: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)  # else the sweep of the next restore does it
 
 
-def _retire(root: Path, policy: Policy, spared: Collection[int]) -> None:
+def _retire(job: Commit, spared: Collection[int]) -> None:
+    root = Path(job.root)
     try:
         points.reached("while pruning", 0)
         # Without reading all bytes again: that would take as long as a restore, at every save.
-        retention.apply(root, policy, good=retention.looks_whole, spared=spared)
+        retention.apply(root, job.policy, good=retention.looks_whole, spared=spared, fence=job.fence)
+    except TakenOver as e:
+        log.warning("%s: old checkpoints in %s are left to it", e, root)
     except (OSError, StorageError) as e:
         # The new checkpoint is committed; an old one that cannot be deleted is no reason to end the run.
         log.warning("old checkpoints in %s could not be deleted: %s", root, e)

@@ -254,11 +254,12 @@ def _refuse_spent(run: RunDir) -> None:
 @json_option
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
     """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
-    from clustertrain.launch.backend import Submission
+    from clustertrain.launch import continuing
     from clustertrain.launch.look import backend_of, look
     from clustertrain.run.attempts import carried_options
 
     run = find_run(name)
+    continuation = continuing.Continuation(run)
     seen = look(run)
     given = {k: v for k, v in options.items() if v}
     if given.keys() - {"time"} and seen.backend == "local":
@@ -271,17 +272,21 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
         raise ClusterTrainError(f"{run.id} is complete; there is nothing to continue")
     _refuse_spent(run)
     job_id = seen.job_id
-    if seen.state == "running":
-        fsio.write_json(run.attempt(seen.history[-1].n).requeue_asked, {"options": given})
+    if run.cancelled.exists() and not seen.final:
+        raise ClusterTrainError(
+            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continuing.after_cancel(run)
+        )
+    if seen.state == "running" and seen.history[-1].job_id == job_id:
+        continuing.ask(run, run.attempt(seen.history[-1].n), given)
     elif not seen.final:
         raise ClusterTrainError(f"{run.id} is waiting already, as job {seen.job_id}")
     else:
-        if run.cancelled.exists():
-            run.cancelled.rename(run.path / f"cancelled-until-{clock.now():.0f}.json")
-        _say(run, "continued")
         with fsio.as_open_as(run.path):
-            job_id = backend_of(run).submit(Submission(run=run, options={**carried_options(run), **given}))
-        _say(run, "continued", job_id=job_id, options=given)
+            continuation.claim()
+            _say(run, "continued")
+            job_id = continuation.submit(backend_of(run), {**carried_options(run), **given})
+            _say(run, "continued", job_id=job_id, options=given)
+            continuation.submitted(job_id)
     if as_json:
         print_json({"run": run.id, "job_id": job_id, "state": "requeued"})
     else:

@@ -183,14 +183,24 @@ class RunDir:
         except (ValueError, TypeError, AttributeError):
             return set()
 
+    @property
+    def attempts_folder(self) -> Path:
+        return self.path / "attempts"
+
     def attempt(self, n: int) -> AttemptDir:
-        return AttemptDir(self.path / "attempts" / str(n), n)
+        return AttemptDir(self.attempts_folder / str(n), n)
 
     def attempts(self) -> list[AttemptDir]:
         """All attempts, oldest first."""
-        folder = self.path / "attempts"
+        folder = self.attempts_folder
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [self.attempt(n) for n in numbers]
+
+    def newer_attempt(self, n: int) -> int | None:
+        """The newest attempt, where it was claimed after attempt ``n``: from then on that one must leave the run alone.
+        By listing, since an NFS client that opens a folder asks the server."""
+        newest = max((a.n for a in self.attempts()), default=n)
+        return newest if newest > n else None
 
 
 def _read(path: Path) -> str:

@@ -17,6 +17,7 @@ import clustertrain
 from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.background import Outcome
+from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.interval import Failures, Interval, failures_of
 from clustertrain.checkpoint.manager import CheckpointManager, Made, Restored, Saved
 from clustertrain.checkpoint.manifest import Metric, Reason
@@ -115,6 +116,7 @@ class Keeping:
             about=self._about,
             local=keeping_asked.local(context),
             remote=keeping_asked.remote(context, policy),
+            fence=_fence(context),
             until=self._time_left.until,
             on_commit=self._committed,
             on_copy=self._copied,
@@ -383,6 +385,12 @@ class Keeping:
 
     def _told_to_stop(self) -> bool:
         return self._context.rank_dir is not None and (self._context.rank_dir / "stop").exists()
+
+
+def _fence(context: RankContext) -> Fence | None:
+    if context.run is None or context.attempt is None:
+        return None
+    return Fence(run=str(context.run.path), attempt=context.attempt.n)
 
 
 def about(context: RankContext) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clustertrain import clock
+from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from clustertrain.train import result
@@ -23,7 +24,7 @@ class Leaving:
 
     def explains(self, error: BaseException) -> bool:
         """Whether ``error`` comes of how the job is being ended, so that the newest checkpoint stands."""
-        if isinstance(error, TooLate):
+        if isinstance(error, (TooLate, TakenOver)):
             return True
         if result.is_lost_worker(error):
             # What ends the job may have reached a DataLoader of the script's own before it reached this process.

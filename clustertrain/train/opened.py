@@ -6,13 +6,14 @@ import math
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
+from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.run import beat
 from clustertrain.run.events import EventLog
@@ -128,15 +129,20 @@ class Opened:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self._leave_in_order()
             elif self._leaving.explains(error):
-                self._keeping.close()
-                self._result.stopped()
-                raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
+                self._leave_because_of(error)
             else:
                 out_of_memory.explain(error, self._context)
                 self._keeping.close()  # before the record: it says what is committed, and the agent ends what runs on
                 self._result.failed(error)
         finally:
             self._close(t_begin)
+
+    def _leave_because_of(self, error: BaseException) -> NoReturn:
+        if isinstance(error, TakenOver):
+            self._result.why = error.message
+        self._keeping.close()
+        self._result.stopped()
+        raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
 
     def _leave_in_order(self) -> None:
         self._metrics.close()
@@ -148,6 +154,8 @@ class Opened:
             except TooLate as e:
                 self._keeping.given_up(self.step, e)
                 late = True
+            except TakenOver as e:
+                self._leave_because_of(e)
             self._barrier()
             # A loop of the script's own that left because of poll() has not done all its steps.
             stopped = late or (self._agreement.agreed and not self._finished)

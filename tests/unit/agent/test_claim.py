@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Mapping
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from clustertrain.agent.claim import Identity, claim
 from clustertrain.errors import NotOwner
 from clustertrain.launch.backend import JobStart, JobView, Submission
 from clustertrain.run import attempts, folder
+from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 
 
@@ -137,3 +140,140 @@ def test_of_many_jobs_that_start_at_once_one_owns_the_run(run: RunDir) -> None:
     for r in racers:
         r.join()
     assert [a for a in answers if a is not None] == [1]
+
+
+RUNNING = {str(job): JobView(str(job), "RUNNING") for job in (8, 9)}
+
+
+def _claims(run: RunDir, job_id: str, scheduler: FakeScheduler, owners: list[str], refused: list[str]) -> None:
+    try:
+        claim(run, me(job_id), scheduler)
+        owners.append(job_id)
+    except NotOwner as e:
+        refused.append(str(e))
+
+
+class AsksWhileAnotherStarts(FakeScheduler):
+    """Each question about what became of the dead job 7 waits until job 8 has made its whole claim."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__(jobs=RUNNING)
+        self.meanwhile: Callable[[], None] | None = meanwhile
+
+    def _let_the_other_start(self) -> None:
+        if self.meanwhile is not None:
+            other = threading.Thread(target=self.meanwhile)
+            self.meanwhile = None
+            other.start()
+            other.join()
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        wanted = list(job_ids)
+        if "7" in wanted:
+            self._let_the_other_start()
+        return super().views(wanted)
+
+    def starts(self, job_id: str) -> list[JobStart]:
+        self._let_the_other_start()
+        return super().starts(job_id)
+
+
+@pytest.mark.parametrize("asks", ["views", "starts"])
+def test_an_attempt_made_while_an_earlier_one_is_looked_at_is_looked_at_too(run: RunDir, asks: str) -> None:
+    claim(run, me("7"), FakeScheduler())
+    owners: list[str] = []
+    refused: list[str] = []
+    other = FakeScheduler(jobs=RUNNING)
+    scheduler = AsksWhileAnotherStarts(lambda: _claims(run, "8", other, owners, refused))
+    if asks == "starts":
+        scheduler.views = other.views  # type: ignore[method-assign]
+    _claims(run, "9", scheduler, owners, refused)
+    # Whichever came first, they are not both at it.
+    assert len(owners) == 1 and len(refused) == 1 and "held by job" in refused[0]
+    assert len(run.attempts()) == 2
+
+
+def test_an_attempt_that_the_folder_does_not_list_yet_is_looked_at_all_the_same(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of NFS may list a folder as it was a while ago. The rename is done by the server."""
+    claim(run, me("7"), FakeScheduler())
+    claim(run, me("8"), FakeScheduler())
+    monkeypatch.setattr(RunDir, "attempts", lambda self: [self.attempt(1)])
+    with pytest.raises(NotOwner, match=r"attempt 2 .* is held by job 8"):
+        claim(run, me("9"), FakeScheduler(jobs=RUNNING))
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "completed"])
+def test_a_run_that_ends_while_earlier_attempts_are_looked_at_is_not_started_again(run: RunDir, ending: str) -> None:
+    claim(run, me("7"), FakeScheduler())
+
+    def meanwhile() -> None:
+        held = claim(run, me("8"), FakeScheduler())
+        if ending == "cancelled":
+            fsio.write_json(run.cancelled, {})
+        log = EventLog(held.attempt.events_of("batch"))
+        log.write("ended", ending=ending)
+        log.close()
+
+    with pytest.raises(NotOwner, match=r"was cancelled|is complete"):
+        claim(run, me("9"), AsksWhileAnotherStarts(meanwhile))
+
+
+def test_a_claim_that_fails_leaves_nothing(run: RunDir) -> None:
+    claim(run, me("7"), FakeScheduler())
+    with pytest.raises(NotOwner):
+        claim(run, me("8"), FakeScheduler(jobs={"7": JobView("7", "RUNNING")}))
+    assert [p.name for p in run.attempts_folder.iterdir()] == ["1"]
+    assert attempts.read_all(run)[0].ending is None  # who does not go on with the run closes nothing
+
+
+class JobsInAFolder(FakeScheduler):
+    """A job runs while there is a file of its name."""
+
+    def __init__(self, alive: Path) -> None:
+        super().__init__()
+        self.alive = alive
+
+    def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
+        return {j: JobView(j, "RUNNING") for j in job_ids if (self.alive / j).exists()}
+
+
+def _start_again_and_again(run: RunDir, alive: Path, who: int, rounds: int, out: object) -> None:
+    """Jobs one after another, each of which dies without a word as soon as it owns the run, until there were enough."""
+    scheduler, owned = JobsInAFolder(alive), 0
+    training = alive.parent / "training"
+    try:
+        number = 0
+        while len(run.attempts()) < rounds:
+            number += 1
+            job = alive / f"{who}00{number}"
+            job.touch()
+            try:
+                claim(run, me(job.name), scheduler)
+                os.close(os.open(training, os.O_CREAT | os.O_EXCL))  # fails where another one trains
+                owned += 1
+                training.unlink()
+            except NotOwner:
+                pass
+            job.unlink()
+        out.put((owned, None))  # type: ignore[attr-defined]
+    except BaseException as e:
+        out.put((owned, repr(e)))  # type: ignore[attr-defined]
+        raise
+
+
+def test_owners_follow_each_other_over_many_rounds(run: RunDir, tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    alive.mkdir()
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    claimers = [context.Process(target=_start_again_and_again, args=(run, alive, w, 20, out)) for w in range(1, 5)]
+    for c in claimers:
+        c.start()
+    answers = [out.get(timeout=120) for _ in claimers]
+    for c in claimers:
+        c.join()
+    assert [trouble for _, trouble in answers if trouble] == []
+    numbers = [a.n for a in run.attempts()]
+    assert sum(owned for owned, _ in answers) == len(numbers) and numbers == list(range(1, len(numbers) + 1))

@@ -1,0 +1,128 @@
+"""What batch makes of a `requeue` of its attempt, and of a newer attempt of its run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clustertrain import fsio
+from clustertrain.agent import batch as module
+from clustertrain.agent.batch import Batch
+from clustertrain.agent.claim import Identity, claim
+from clustertrain.agent.signals import Signals
+from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
+from clustertrain.launch import continuing
+from clustertrain.launch.backend import Backend, JobView
+from clustertrain.run import events, folder
+from clustertrain.run.folder import RunDir
+from clustertrain.spec.job import RunSpec
+from clustertrain.spec.recipe import Recipe
+
+
+class OneJob(Backend):
+    """Its job runs for as long as anybody asks. It notes what it is asked to do."""
+
+    name = "slurm"
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def views(self, job_ids: Any) -> dict[str, JobView]:
+        return {j: JobView(j, "RUNNING") for j in job_ids if j == "7"}
+
+    def starts(self, job_id: str) -> list[Any]:
+        return []
+
+    def requeue(self, job_id: str) -> None:
+        self.done.append("requeue")
+        os.kill(os.getpid(), signal.SIGTERM)  # as Slurm ends the process
+
+    def restart(self, job_id: str, submission: Any) -> str:
+        self.done.append(dict(submission.options))
+        return "8"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "LATE_RESULTS_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    made = folder.create("asked")
+    made.spec.write_text("version = 1\n")
+    return made
+
+
+class Step:
+    """A step of one node that writes the node's result when it is told to stop, or at once."""
+
+    CODE = (
+        "import json, signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"
+        "attempt = pathlib.Path(sys.argv[1])\n"
+        "while sys.argv[2] == 'waits' and not (attempt / 'stop.json').exists(): time.sleep(0.02)\n"
+        "result = {'ending': sys.argv[3], 'step': 5}\n"
+        "(attempt / 'results' / 'n1.json').write_text(json.dumps(result))\n"
+    )
+
+    @classmethod
+    def argv(cls, run: RunDir, how: str, ending: str = "stopped") -> list[str]:
+        return [sys.executable, "-c", cls.CODE, str(run.attempt(1).path), how, ending]
+
+
+def batch_of(run: RunDir, backend: OneJob) -> Batch:
+    held = claim(run, Identity("7", 0, ("n1",), None), backend)
+    recipe = Recipe(telemetry=msgspec.structs.replace(Recipe().telemetry, comment=False))
+    return Batch(run, msgspec.structs.replace(RunSpec(), recipe=recipe), backend, held, Signals())
+
+
+def answers(run: RunDir) -> list[tuple[bool, str | None]]:
+    return [(e["taken"], e.get("why")) for e in events.named(events.of_attempt(run.attempt(1)), "requeue_answered")]
+
+
+def test_a_request_while_the_step_runs_is_taken_with_its_options(run: RunDir) -> None:
+    backend = OneJob()
+    batch = batch_of(run, backend)
+    assert fsio.create_json(run.attempt(1).requeue_asked, {"options": {"time": "5"}})
+    batch.main(Step.argv(run, "waits"))
+    assert answers(run) == [(True, None)] and backend.done == [{"time": "5"}]
+
+
+@pytest.mark.parametrize(
+    ("ending", "done", "answer"),
+    [("stopped", [{"time": "5"}], (True, None)), ("completed", [], (False, "all ranks completed"))],
+)
+def test_a_request_that_comes_when_the_step_is_over_is_answered_by_what_happens(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, ending: str, done: list[Any], answer: Any
+) -> None:
+    """It is there when batch closes the requests, and was not yet when batch looked last."""
+    backend = OneJob()
+    batch = batch_of(run, backend)
+    monkeypatch.setattr(module, "LOOK_S", 1e9)
+    assert fsio.create_json(run.attempt(1).requeue_asked, {"options": {"time": "5"}})
+    monkeypatch.setattr(Batch, "_look", lambda self, step: None)
+    batch.main(Step.argv(run, "goes", ending))
+    assert answers(run) == [answer] and backend.done == done
+
+
+def test_after_the_step_it_is_too_late_for_a_request(run: RunDir) -> None:
+    batch_of(run, OneJob()).main(Step.argv(run, "goes", "completed"))
+    with pytest.raises(ClusterTrainError, match="too late"):
+        continuing.ask(run, run.attempt(1), {})
+
+
+def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: RunDir) -> None:
+    backend = OneJob()
+    batch = batch_of(run, backend)
+    run.attempt(2).path.mkdir()
+    assert batch.main(Step.argv(run, "waits", "failed")) == EXIT_NO_REQUEUE
+    assert (fsio.read_json(run.attempt(1).stop) or {}).get("abort")
+    log = events.of_attempt(run.attempt(1))
+    assert backend.done == [] and events.last(log, "ended") is None and events.last(log, "stopped") is None
+    taken = events.last(log, "taken_over")
+    assert taken is not None and taken["by"] == 2

@@ -1,0 +1,212 @@
+"""Two attempts of one run at once: what the older one still does must not reach the newer one's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain import clock, settings
+from clustertrain.checkpoint import folders, remote, retention, rollback
+from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint import points as points_of_a_save
+from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.fence import Fence, TakenOver
+from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.remote import Upload, Uploader
+from clustertrain.checkpoint.retention import Policy
+from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.run.folder import RunDir
+from tests.unit.checkpoint.saved import state_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.attempt(1).path.mkdir(parents=True)
+    return made
+
+
+def manager_of(run: RunDir, attempt: int, *, background: bool = False, keep: int = 100) -> CheckpointManager:
+    return CheckpointManager(
+        run.checkpoints,
+        Ranks(),
+        attempt=str(attempt),
+        layout={},
+        policy=Policy(keep=keep),
+        background=background,
+        fence=Fence(run=str(run.path), attempt=attempt),
+    )
+
+
+def take_over(run: RunDir, attempt: int = 2) -> CheckpointManager:
+    """A newer attempt claims the run and restores."""
+    run.attempt(attempt).path.mkdir()
+    newer = manager_of(run, attempt)
+    newer.restore(state_of(0.0))
+    return newer
+
+
+def at(monkeypatch: pytest.MonkeyPatch, point: str, act: Callable[[], object]) -> None:
+    """Once, when a save comes to this point."""
+    left = [act]
+    monkeypatch.setattr(
+        points_of_a_save, "reached", lambda name, _rank: left.pop()() if name == point and left else None
+    )
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(p.name for p in run.checkpoints.iterdir())
+
+
+def markers(run: RunDir) -> dict[int, str | None]:
+    return {index.step_of(p) or 0: retention.marker_of(p) for p in index.folders(run.checkpoints)}
+
+
+def test_an_attempt_that_was_taken_over_commits_nothing(run: RunDir) -> None:
+    old = manager_of(run, 1)
+    old.restore(state_of(0.0))
+    assert old.save(5, state_of(1.0))
+    newer = take_over(run)
+    with pytest.raises(TakenOver, match=r"step 10 was not saved: .*taken over by attempt 2"):
+        old.save(10, state_of(2.0))
+    assert names(run) == ["step-00000005"]
+    assert newer.save(10, state_of(3.0)) and names(run) == ["step-00000005", "step-00000010"]
+
+
+# From the first word of a save to the moment before its checkpoint has its name.
+POINTS = ("staged", "before writing", "handed in", "before the marker", "after the marker", "before the fence")
+
+
+@pytest.mark.parametrize("point", [*POINTS, "after the fence"])
+def test_a_claim_at_any_point_of_an_older_save_keeps_it_out(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    old = manager_of(run, 1)
+    old.restore(state_of(0.0))
+    at(monkeypatch, point, lambda: take_over(run))
+    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+        old.save(5, state_of(1.0))
+    assert names(run) == []
+
+
+def test_an_older_save_of_a_step_that_the_newer_attempt_has_saved_changes_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = manager_of(run, 1)
+    old.restore(state_of(0.0))
+    at(monkeypatch, "after the fence", lambda: take_over(run).save(5, state_of(2.0)))
+    with pytest.raises(TakenOver):
+        old.save(5, state_of(1.0))
+    assert names(run) == ["step-00000005"]
+    found = state_of(0.0)
+    assert manager_of(run, 2).restore(found) and float(found["weights"][0]) == 2.0
+
+
+def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped in the middle of a commit, as on a node that hangs, and goes on when a newer attempt is at it."""
+    monkeypatch.setenv(settings.FAULT_AT, "before the fence:0:1:STOP")
+    old = manager_of(run, 1, background=True)
+    old.restore(state_of(0.0))
+    assert old.save(5, state_of(1.0)) is None
+    process = old._flights.worker._process  # type: ignore[union-attr]
+    assert process is not None
+    stopped = Path(f"/proc/{process.pid}/stat")
+    assert clock.wait_until(lambda: stopped.read_text().rsplit(")", 1)[1].split()[0] == "T", 60.0)
+    monkeypatch.delenv(settings.FAULT_AT)
+    newer = take_over(run)
+    assert newer.save(5, state_of(2.0))
+    of_newer = markers(run)
+    os.kill(process.pid, signal.SIGCONT)
+    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+        old.settle()
+    old.close()
+    assert markers(run) == of_newer and names(run) == ["step-00000005"]
+
+
+def test_an_attempt_that_begins_late_does_not_restore(run: RunDir) -> None:
+    newer = take_over(run)
+    assert newer.save(5, state_of(2.0))
+    under_way = folders.of_save(run.checkpoints, 10, "2", b"abcd")
+    folders.make(under_way)
+    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+        manager_of(run, 1).restore(state_of(0.0))
+    assert under_way.is_dir()
+
+
+def test_a_sweep_leaves_what_a_newer_attempt_has_under_way(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the claim came just after the sweep had looked for one."""
+    mine, newer = (folders.of_save(run.checkpoints, 10, n, b"abcd") for n in ("1", "2"))
+    for folder in (mine, newer):
+        run.checkpoints.mkdir(exist_ok=True)
+        folders.make(folder)
+    folders.sweep(run.checkpoints, Fence(run=str(run.path), attempt=1))
+    assert newer.is_dir() and not mine.exists()
+
+
+def test_retention_of_an_attempt_that_was_taken_over_deletes_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = manager_of(run, 1, keep=1)
+    old.restore(state_of(0.0))
+    old.save(5, state_of(1.0))
+    at(monkeypatch, "while pruning", run.attempt(2).path.mkdir)
+    assert old.save(10, state_of(2.0))
+    assert names(run) == ["step-00000005", "step-00000010"]
+
+
+def test_a_checkpoint_is_not_deleted_in_the_place_of_another_one_of_its_step(run: RunDir) -> None:
+    """The deletion was decided before a newer attempt saved the step again."""
+    newer = take_over(run)
+    newer.save(5, state_of(1.0))
+    folder = index.step_folder(run.checkpoints, 5)
+    decided = retention.marker_of(folder)
+    newer.save(5, state_of(2.0))
+    retention.remove(folder, decided)
+    assert names(run) == ["step-00000005"]
+    retention.remove(folder, retention.marker_of(folder))
+    assert names(run) == []
+
+
+def test_a_roll_back_of_an_attempt_that_was_taken_over_condemns_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = manager_of(run, 1)
+    old.restore(state_of(0.0))
+    for step in (5, 10):
+        old.save(step, state_of(1.0))
+    at(monkeypatch, "before the roll-back's record", lambda: take_over(run))
+    with pytest.raises(TakenOver, match="taken over by attempt 2"):
+        old.go_back(state_of(0.0), Wanted(last=10, most=5, why="a spike", left_out={}, most_often=3))
+    assert names(run) == ["step-00000005", "step-00000010"] and rollback.read(run.checkpoints) == []
+
+
+def test_copies_of_an_attempt_that_was_taken_over_are_not_marked(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = manager_of(run, 1)
+    old.restore(state_of(0.0))
+    old.save(5, state_of(1.0))
+    at(monkeypatch, "before the remote marker", run.attempt(2).path.mkdir)
+    there = tmp_path / "there"
+    there.mkdir()
+    told: list[Any] = []
+    job = Upload(
+        url=f"file://{there}",
+        root=str(run.checkpoints),
+        rank=0,
+        world_size=1,
+        attempt="1",
+        policy=Policy(),
+        fence=Fence(run=str(run.path), attempt=1),
+    )
+    uploader = Uploader(job, told.append, lambda: None)
+    uploader._run()  # it ends by itself
+    assert not (there / "step-00000005" / "COMMITTED").exists() and told == []
+    (run.checkpoints / remote.SAID).unlink()
+    uploader.say_over()
+    assert not (run.checkpoints / remote.SAID).exists()
