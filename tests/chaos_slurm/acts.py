@@ -49,8 +49,8 @@ class Deed:
         self.notes.append(f"{number.name} to {what} {pids}")
 
     def commands(self, *verbs: str) -> list[int]:
-        """Commands of ours, all started at the same moment; their exit codes."""
-        started = [self.subject.start(verb, self.subject.id) for verb in verbs]
+        """Commands of ours with their options, all started at the same moment; their exit codes."""
+        started = [self.subject.start(*verb.split(), self.subject.id) for verb in verbs]
         done = [finish(p) for p in started]
         for verb, d in zip(verbs, done, strict=True):
             said = (d.stdout + d.stderr).strip().splitlines()

@@ -30,8 +30,8 @@ def overlaps(lines: Sequence[Line], cut_off: Set[int] = frozenset()) -> list[str
     """At most one attempt trains at any moment: none has a step that ends after a later attempt's first one began.
 
     Args:
-        cut_off: attempts on a node that nobody reached. Slurm gives their run to another node, and they learn of it only
-            when they commit, which :func:`late_commits` judges.
+        cut_off: attempts on a node that nobody reached. Slurm gives their run to another node, and they learn of it
+            only when they commit, which :func:`late_commits` judges.
     """
     steps = _by_attempt(lines, "step")
     broken = []

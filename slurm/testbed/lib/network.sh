@@ -16,16 +16,15 @@ in_netns() {
     nsenter --net="/run/netns/$(node_netns "$1")" "${@:2}"
 }
 
+# Links are asked of ip: a shell in its own network namespace may see the /sys of another one.
+link_exists() { ip link show "$1" >/dev/null 2>&1; }
+
 # The state folder that the bridge belongs to; empty when there is no bridge.
-bridge_owner() {
-    local alias=/sys/class/net/$bridge/ifalias
-    [[ -e $alias ]] || return 0
-    cat -- "$alias"
-}
+bridge_owner() { { ip link show "$bridge" 2>/dev/null || true; } | sed -n 's/^ *alias //p'; }
 
 refuse_foreign_network() {
     local owner route
-    if [[ -e /sys/class/net/$bridge ]]; then
+    if link_exists "$bridge"; then
         owner=$(bridge_owner)
         # An empty owner is our own: up was interrupted between making the bridge and naming its owner.
         [[ -z $owner || $owner == "$state" ]] ||
@@ -37,7 +36,7 @@ refuse_foreign_network() {
 
 network_up() {
     local node
-    [[ -e /sys/class/net/$bridge ]] || ip link add "$bridge" type bridge
+    link_exists "$bridge" || ip link add "$bridge" type bridge
     ip link set "$bridge" alias "$state"
     ip addr replace "$bridge_address/24" dev "$bridge"
     ip link set "$bridge" up
@@ -56,7 +55,7 @@ node_network_up() {
         ip netns delete "$netns" 2>/dev/null || true
         ip netns add "$netns"
     fi
-    if ! [[ -e /sys/class/net/$link ]] || ! in_netns "$node" ip link show eth0 >/dev/null 2>&1; then
+    if ! link_exists "$link" || ! in_netns "$node" ip link show eth0 >/dev/null 2>&1; then
         ip link delete "$link" 2>/dev/null || true
         ip link add "$link" type veth peer name eth0 netns "$netns"
     fi
@@ -66,7 +65,7 @@ node_network_up() {
     in_netns "$node" ip link set eth0 up
 }
 
-link_is_up() { [[ $(cat "/sys/class/net/$(node_link "$1")/operstate" 2>/dev/null) == up ]]; }
+link_is_up() { ip link show "$(node_link "$1")" 2>/dev/null | grep -q ' state UP '; }
 
 network_down() {
     local node
