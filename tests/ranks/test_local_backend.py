@@ -285,5 +285,7 @@ def test_batch_and_agents_of_an_attempt_that_was_taken_over_end(submitted: Calla
     result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
     assert (result["ending"], result["why"], result["exit_code"]) == ("stopped", why, 93)
     assert f"attempt 1 decides nothing: {why}" in (run.path / "job.log").read_text()
-    job = json.loads((Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json").read_text())
+    job = json.loads(
+        (Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json").read_text()
+    )
     assert [start["exit_code"] for start in job["starts"]] == [93]
