@@ -214,7 +214,7 @@ class Batch:
     def _is_asked_to_requeue(self, step: Step) -> bool:
         """Whether there is a request that was not read before."""
         asked = None if step.requeue_asked else fsio.peek_json(self.attempt.requeue_asked)
-        if asked is None or "options" not in asked:
+        if not isinstance(asked, dict) or not isinstance(asked.get("options"), dict):
             return False
         step.requeue_asked, step.new_options = True, asked["options"]
         return True

@@ -19,11 +19,12 @@ import psutil
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.backend import Backend, Submission
-from clustertrain.run import events
+from clustertrain.run import documents, events
 from clustertrain.run.folder import AttemptDir, RunDir
 
 ANSWER_S = 30.0  # for a running attempt, which looks once a second
 SUBMITTING_S = 600.0  # after which a command on another machine counts as dead where it has submitted nothing
+_KINDS = {"options": dict, "by": str, "host": str, "pid": float, "created": float, "t": float, "job_id": str}
 
 
 def ask(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
@@ -33,7 +34,7 @@ def ask(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
         ClusterTrainError: another request is pending, the attempt is ending, or it does not answer.
     """
     if not fsio.create_json(attempt.requeue_asked, {"options": dict(options), **_me()}):
-        pending = fsio.read_json(attempt.requeue_asked) or {}
+        pending = documents.read(attempt.requeue_asked, _KINDS).value
         if "options" not in pending:
             raise ClusterTrainError(
                 f"attempt {attempt.n} of {run.id} is ending by itself: too late to ask it for anything",
@@ -75,14 +76,15 @@ class Continuation:
         """Raises ClusterTrainError: another command is at it."""
         self._run = run
         self._folder = run.path / "continued"
-        numbers = [int(p.stem) for p in self._folder.iterdir() if p.stem.isdigit()] if self._folder.is_dir() else []
+        names = [p.stem for p in self._folder.iterdir()] if self._folder.is_dir() else []
+        numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
         newest = max(numbers, default=0)
         self._path = self._folder / f"{newest + 1}.json"
         if newest:
             self._refuse(self._folder / f"{newest}.json")
 
     def _refuse(self, path: Path, *, submitted_too: bool = False) -> None:
-        other = fsio.peek_json(path) or {}
+        other = documents.read(path, _KINDS).value
         job_id, by = other.get("job_id"), other.get("by", "somebody")
         if job_id and submitted_too:
             raise ClusterTrainError(f"{self._run.id} was continued just now, by {by}, as job {job_id}")
@@ -127,10 +129,10 @@ def _me() -> dict[str, Any]:
 def _is_at_work(other: Mapping[str, Any]) -> bool:
     """Whether the command that made a claim may still be submitting. On this machine its process tells."""
     if other.get("host") != socket.gethostname():
-        return clock.now() - float(other.get("t", 0.0)) < SUBMITTING_S
+        return bool(clock.now() - other.get("t", 0.0) < SUBMITTING_S)
     try:
-        return abs(psutil.Process(int(other["pid"])).create_time() - float(other["created"])) < 2.0
-    except psutil.NoSuchProcess:
+        return bool(abs(psutil.Process(max(1, int(other["pid"]))).create_time() - other["created"]) < 2.0)
+    except (psutil.NoSuchProcess, KeyError):
         return False
 
 

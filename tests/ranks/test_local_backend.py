@@ -274,3 +274,18 @@ def test_a_sweep_runs_one_at_a_time_and_is_waited_for_as_one(env: dict[str, str]
     ends = {f"{a.id}: completed", f"{b.id}: cancelled", f"{c.id}: completed"}
     assert (done.returncode, set(done.stderr.splitlines())) == (1, ends)
     assert "I am c\n" in c.call("logs", c.id).stdout
+
+
+def test_batch_and_agents_of_an_attempt_that_was_taken_over_end(submitted: Callable[..., Run], tmp_path: Path) -> None:
+    run = submitted(*ALONE, str(runs.write_recipe(tmp_path, steps=100_000, every=10)))
+    run.wait_for_step(15)
+    (run.path / "attempts" / "2").mkdir()
+    assert clock.wait_until(lambda: not below(run), 120), [p.cmdline() for p in below(run)]
+    why = "taken over by attempt 2"
+    result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
+    assert (result["ending"], result["why"], result["exit_code"]) == ("stopped", why, 93)
+    assert f"attempt 1 decides nothing: {why}" in (run.path / "job.log").read_text()
+    job = json.loads(
+        (Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json").read_text()
+    )
+    assert [start["exit_code"] for start in job["starts"]] == [93]

@@ -113,7 +113,7 @@ def test_the_process_that_writes_is_kept_out_too(run: RunDir, monkeypatch: pytes
     old = manager_of(run, 1, background=True)
     old.restore(state_of(0.0))
     assert old.save(5, state_of(1.0)) is None
-    process = old._flights.worker._process  # type: ignore[union-attr]
+    process = old._flights.worker._process  # type: ignore[attr-defined]
     assert process is not None
     stopped = Path(f"/proc/{process.pid}/stat")
     assert clock.wait_until(lambda: stopped.read_text().rsplit(")", 1)[1].split()[0] == "T", 60.0)

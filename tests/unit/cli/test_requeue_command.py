@@ -136,6 +136,13 @@ def test_a_command_that_was_killed_before_it_submitted_holds_nothing(
         assert "is being continued by another command" in refusal(done)
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"pid": -5}', '{"pid": "x", "t": {}, "host": 3}'])
+def test_a_claim_that_does_not_read_holds_nothing(run: RunDir, jobs: Jobs, text: str) -> None:
+    (run.path / "continued").mkdir()
+    (run.path / "continued" / "1.json").write_text(text)
+    assert call(run).exit_code == 0 and jobs.submitted == ["local-2"]
+
+
 def test_a_submission_that_is_refused_leaves_the_run_as_it_was(run: RunDir, jobs: Jobs) -> None:
     fsio.write_json(run.cancelled, {"by": "me"})
 
