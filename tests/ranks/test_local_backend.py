@@ -285,7 +285,5 @@ def test_batch_and_agents_of_an_attempt_that_was_taken_over_end(submitted: Calla
     result = json.loads((run.path / "attempts" / "1" / "results" / "local0.json").read_text())
     assert (result["ending"], result["why"], result["exit_code"]) == ("stopped", why, 93)
     assert f"attempt 1 decides nothing: {why}" in (run.path / "job.log").read_text()
-    job = json.loads(
-        (Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json").read_text()
-    )
-    assert [start["exit_code"] for start in job["starts"]] == [93]
+    job = Path(run.env["CLUSTERTRAIN_HOME"]) / "local" / run.job_id.removeprefix("local-") / "job.json"
+    assert clock.wait_until(lambda: [s["exit_code"] for s in json.loads(job.read_text())["starts"]] == [93], 60)

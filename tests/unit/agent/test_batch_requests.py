@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ from clustertrain.spec.job import RunSpec
 from clustertrain.spec.recipe import Recipe
 
 
-class OneJob(Backend):
+class OneJob:
     """Its job runs for as long as anybody asks. It notes what it is asked to do."""
 
     name = "slurm"
@@ -76,9 +76,10 @@ class Step:
 
 
 def batch_of(run: RunDir, backend: OneJob) -> Batch:
-    held = claim(run, Identity("7", 0, ("n1",), None), backend)
+    scheduler = cast(Backend, backend)
+    held = claim(run, Identity("7", 0, ("n1",), None), scheduler)
     recipe = Recipe(telemetry=msgspec.structs.replace(Recipe().telemetry, comment=False))
-    return Batch(run, msgspec.structs.replace(RunSpec(), recipe=recipe), backend, held, Signals())
+    return Batch(run, msgspec.structs.replace(RunSpec(), recipe=recipe), scheduler, held, Signals())
 
 
 def answers(run: RunDir) -> list[tuple[bool, str | None]]:
