@@ -350,7 +350,8 @@ class Batch:
         clock.wait_until(lambda: len(self._results()) == len(self.nodes), LATE_RESULTS_S, POLL_S)
         results = self._results()
         completed = len(results) == len(self.nodes) and all(r["ending"] == "completed" for r in results.values())
-        view = None if completed else sequel.view()  # nobody need wait for an answer that changes nothing
+        cancelled = self.run.cancelled.exists()
+        view = None if completed or cancelled else sequel.view()  # of an answer that would change nothing, no wait
         self._note_preemption(step, view)
         if view is not None:
             view = replace(view, preempt_time=step.preempt_time)
@@ -362,7 +363,7 @@ class Batch:
         return Evidence(
             nodes=self.nodes,
             results=results,
-            cancelled=self.run.cancelled.exists(),
+            cancelled=cancelled or self.run.cancelled.exists(),
             view=view,
             accounting=self._accounting(view),
             step_exit=step.child.returncode,

@@ -5,7 +5,6 @@ is accepted while the job is COMPLETING and after."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 
@@ -28,9 +27,9 @@ _BATCH_FAILED = ("JobLaunchFailure", "RaisedSignal", "NonZeroExitCode", "OutOfMe
 class BatchWatch:
     """Looks after the batch process where it can be seen: from its own host, outside a PID namespace of a container."""
 
-    def __init__(self, place: Place, log: EventLog, backend: SlurmBackend | None = None) -> None:
+    def __init__(self, place: Place, log: EventLog) -> None:
         self._run, self._attempt, self._log = place.run, place.attempt, log
-        self._backend = backend or SlurmBackend()
+        self._backend = SlurmBackend()
         self._job_id = self._backend.own_job_id(place.environ)
         self._process = self._batch(place)
         self.settled = False
@@ -41,8 +40,10 @@ class BatchWatch:
             return None
         record = fsio.peek_json(self._attempt.record) or {}
         with contextlib.suppress(psutil.Error, KeyError, ValueError, TypeError):
-            if record["host"] == socket.gethostname() and record["pid"] != os.getpid():
-                return psutil.Process(record["pid"])
+            process = psutil.Process(record["pid"])
+            # In another PID namespace the number may be anybody's.
+            if record["host"] == socket.gethostname() and {"clustertrain", "batch"} <= set(process.cmdline()):
+                return process
         return None
 
     def gone(self) -> bool:
@@ -61,7 +62,7 @@ class BatchWatch:
             self.settled = self._decided() or self._ask()
             if clock.monotonic() >= deadline:
                 return
-            clock.wait_until(lambda: self.settled, RETRY_S, RETRY_S)
+            clock.sleep(RETRY_S)
 
     def _decided(self) -> bool:
         """By the owner, or by the batch process before it ended."""

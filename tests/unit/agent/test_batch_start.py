@@ -64,10 +64,11 @@ def test_one_that_stays_read_only_gives_the_nodes_back_with_a_requeue(
 
 class Running(Batch):
     def __init__(self, run: RunDir) -> None:
-        self.run, self.asked, self.aborted = run, [], False
+        self.run, self.aborted = run, False
+        self.asked: list[str] = []
 
     def _ask_to_stop(self, step: Step, source: str) -> None:
-        self.asked: list[str] = [*self.asked, source]
+        self.asked.append(source)
         step.stop_at = 1.0
 
     def _abort(self, step: Step) -> None:

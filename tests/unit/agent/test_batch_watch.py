@@ -28,7 +28,7 @@ AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failu
 @pytest.fixture
 def batch() -> Iterator[subprocess.Popen[bytes]]:
     """Stands for the batch process."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", "input()", "clustertrain", "batch"], stdin=subprocess.PIPE)
     yield child
     child.kill()
     child.communicate()

@@ -33,3 +33,16 @@ def test_without_a_limit_every_signal_is_a_request_to_stop() -> None:
 def test_the_ranks_are_told_by_the_measured_lead() -> None:
     assert not LIMITED.due(979.0)
     assert LIMITED.due(980.0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "lead_s"),
+    [
+        # scontrol update TimeLimit: Slurm warns at once, before batch knows of the new end.
+        (["signal:SIGUSR2", "batch"], 195.0),
+        (["signal:SIGTERM", "signal:SIGUSR2"], 20.0),
+        (["deadline"], 20.0),
+    ],
+)
+def test_how_early_a_stop_may_be_because_of_the_limit(sources: list[str], lead_s: float) -> None:
+    assert LIMITED.lead_of(sources) == lead_s

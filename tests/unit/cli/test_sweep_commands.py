@@ -163,9 +163,9 @@ def test_with_slurmctld_away_the_markers_stand_and_slurm_is_asked_once(
     assert shown.count("Unable to contact") == 1 and shown.count("pending") == 3
     assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("sacct"))) == (1, 1)
     assert type_("cancel", "--json", three["sweep"]) == 0
-    shown = capsys.readouterr()
-    assert {row["state"] for row in json.loads(shown.out)} == {"cancelling"}
-    assert "Unable to contact" in shown.err and "marker stands" in shown.err
+    out, err = capsys.readouterr()
+    assert {row["state"] for row in json.loads(out)} == {"cancelling"}
+    assert "Unable to contact" in err and "marker stands" in err
     assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("scancel"))) == (2, 0)
     assert all((Path(row["run_dir"]) / "cancelled.json").exists() for row in three["runs"])
 
