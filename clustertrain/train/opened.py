@@ -126,9 +126,9 @@ class Opened:
         for loader in self._loaders:
             loader.close()
         try:
-            wants_another_start = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
-            if error is None or wants_another_start or (isinstance(error, SystemExit) and not error.code):
-                self._leave_in_order(stopped=wants_another_start)
+            asks_again = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+            if error is None or asks_again or (isinstance(error, SystemExit) and not error.code):
+                self._leave_in_order(asks_again)
             elif self._leaving.explains(error):
                 self._keeping.close()
                 self._result.stopped()
@@ -140,18 +140,19 @@ class Opened:
         finally:
             self._close(t_begin)
 
-    def _leave_in_order(self, *, stopped: bool) -> None:
+    def _leave_in_order(self, asks_again: bool) -> None:
         self._metrics.close()
         if self._result.ending != "stopped":
             self._agreement.drain()
+            late = False
             try:
                 self._keeping.settle()  # of a loop that was left before its last step
             except TooLate as e:
                 self._keeping.given_up(self.step, e)
-                stopped = True
+                late = True
             self._barrier()
             # A loop of the script's own that left because of poll() has not done all its steps.
-            stopped = stopped or (self._agreement.agreed and not self._finished)
+            stopped = asks_again or late or (self._agreement.agreed and not self._finished)
             self._result.stopped() if stopped else self._result.left()
         mesh.close_groups()
 
