@@ -147,9 +147,9 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
         # An agent that does not see the run directory can't write why; its words are in job.log.
         names = ", ".join(missing)
         return Verdict(endings.USER_ERROR, f"{names} could not start: see job.log", fatal=EXIT_CONFIG)
-    killed_by = _signal_of(e.step_exit)
+    killed_by = _signal_of(e.step_exit) if e.view is not None else ""
     if missing and killed_by:
-        # The launcher could wait for the agent's process, so its node is there. Of a lost one it says nothing.
+        # The scheduler still counts on all nodes, and the launcher could wait for the agent's process.
         names = ", ".join(missing)
         return Verdict(endings.UNKNOWN, f"the agent on {names} was killed by {killed_by}, and its ranks with it")
     if missing and not e.results:

@@ -127,9 +127,9 @@ class Opened:
         for loader in self._loaders:
             loader.close()
         try:
-            wants_another_start = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
-            if error is None or wants_another_start or (isinstance(error, SystemExit) and not error.code):
-                self._leave_in_order(stopped=wants_another_start)
+            asks_again = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+            if error is None or asks_again or (isinstance(error, SystemExit) and not error.code):
+                self._leave_in_order(asks_again)
             elif self._leaving.explains(error):
                 self._leave_because_of(error)
             else:
@@ -147,20 +147,21 @@ class Opened:
         self._result.stopped()
         raise SystemExit(self._leaving.code(resumable=self._result.committed_step is not None)) from error
 
-    def _leave_in_order(self, *, stopped: bool) -> None:
+    def _leave_in_order(self, asks_again: bool) -> None:
         self._metrics.close()
         if self._result.ending != "stopped":
             self._agreement.drain()
+            late = False
             try:
                 self._keeping.settle()  # of a loop that was left before its last step
             except TooLate as e:
                 self._keeping.given_up(self.step, e)
-                stopped = True
+                late = True
             except TakenOver as e:
                 self._leave_because_of(e)
             self._barrier()
             # A loop of the script's own that left because of poll() has not done all its steps.
-            stopped = stopped or (self._agreement.agreed and not self._finished)
+            stopped = asks_again or late or (self._agreement.agreed and not self._finished)
             self._result.stopped() if stopped else self._result.left()
         mesh.close_groups()
 

@@ -26,7 +26,7 @@ GIB = 1 << 30
 COMPARABLE = 3  # so many are needed before one of them can be called slower than the others
 SEEN_S = 180.0  # and each must have trained for so long
 LATEST_TICK_S = 10.0  # a longer pause between two snapshots tells nothing of what was in between
-NO_STEPS_HANG_S = 1800.0  # until steps have been seen: the first one compiles
+NO_MEDIAN_HANG_S = 1800.0  # until steps have been seen: the first one compiles
 LEAST_STEP_S = 0.02  # shorter steps are a toy's, and vary
 _NOT_IDLE = (beat.STARTUP, beat.RESTORE, beat.SHUTDOWN)  # where nobody expects a GPU to be busy
 
@@ -304,7 +304,7 @@ class Alerts:
         if usual is not None:
             return 10 * usual
         if early is None:
-            return NO_STEPS_HANG_S
+            return NO_MEDIAN_HANG_S
         median, longest = early
         return max(10 * median, 2 * longest)  # another shape compiles about as long as the first one did
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, proc
 from clustertrain.agent.at_end import PATIENCE_S
+from clustertrain.agent.node import Agent
 from clustertrain.agent.watched import Watched
+from tests.unit.agent.test_node_settings import MEETING, agent
 
 # In the place of torchrun: two ranks, each with its number in its environment, that do nothing.
 PARENT = "RANK=4 sleep 600 & RANK=5 sleep 600 & wait"
@@ -97,3 +99,21 @@ def test_a_stopped_process_is_seen_when_its_peer_has_failed(tmp_path: Path, torc
     record(tmp_path, 4, "failed")
     one.look(1.0)
     assert one.stopped == {5}
+
+
+def test_a_run_whose_steps_are_done_is_complete_though_a_rank_hangs_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = agent(tmp_path)
+    real = clock.monotonic
+    monkeypatch.setattr(clock, "monotonic", lambda: 1000 * real())  # ten minutes in 0.6 s
+    monkeypatch.setattr(Agent, "_meet", lambda self: MEETING)
+    sleeping = ["/bin/sh", "-c", "RANK=0 sleep 600 & wait"]
+    monkeypatch.setattr(Agent, "_torchrun", lambda self, meeting: proc.start(sleeping, new_session=True))
+    done = {"rank": 0, "ending": "completed", "finished": True, "step": 7, "committed_step": 7}
+    fsio.write_json(one.rank_dir / "left-0.json", done)
+    result = one._ranks()
+    assert (result.ending, result.step, result.committed_step) == ("completed", 7, 7)
+    assert (
+        result.why == "all steps were done; rank 0 did nothing any more after all others had completed, and was ended"
+    )

@@ -115,6 +115,8 @@ def test_a_killed_agent_is_not_its_nodes_fault() -> None:
     assert verdict is not None
     assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
     assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
+    unknown_to_slurm = classify(evidence({"n1": result("failed", "communication")}, step_exit=137, view=None))
+    assert unknown_to_slurm is not None and unknown_to_slurm.blamed == ("n2",)
 
 
 def test_a_hang_is_told_from_what_all_nodes_saw() -> None:
