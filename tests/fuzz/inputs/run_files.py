@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gzip
 import math
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +53,7 @@ CHECKPOINT_READERS = (
 # A healthy neighbor: damage in one run never hides another.
 NEIGHBOR = "other-zzz222"
 Change = tuple[str, Any]
-ODD_KINDS = ("fifo", "folder", "link to itself", "link to zeros", "link outside", "gone")
+ODD_KINDS = ("fifo", "socket", "folder", "link to itself", "link to zeros", "link outside", "gone", "50 GB", "bomb")
 
 
 def changes() -> SearchStrategy[Change]:
@@ -71,6 +75,20 @@ def damage(box: Sandbox, path: Path, how: Change) -> None:
         path.symlink_to("/dev/zero")
     elif how[1] == "link outside":
         path.symlink_to(box.outside / "secret")
+    elif how[1] == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as s:  # the kernel takes 107 bytes of a path
+            s.bind(path.name)
+    elif how[1] == "50 GB":
+        path.touch()
+        os.truncate(path, 50 << 30)
+    elif how[1] == "bomb":
+        path.write_bytes(bomb())
+
+
+@functools.cache
+def bomb() -> bytes:
+    """512 MiB of zeros in a member of gzip."""
+    return gzip.compress(bytes(1 << 29), compresslevel=1)
 
 
 def full_run(box: Sandbox) -> RunDir:
