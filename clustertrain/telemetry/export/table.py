@@ -271,7 +271,8 @@ def _cells(name: str, table: npt.NDArray[np.float64] | None, there: npt.NDArray[
 
 def _words(codes: npt.NDArray[np.int32], words: list[str] | list[str | None]) -> pa.Array:
     missing = np.array([w is None for w in words])
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), pa.array([printable(w or "") for w in words]))
+    shown = pa.array([printable(w or "") for w in words])
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), shown)
 
 
 def _devices(part: Part, choice: Choice) -> list[_Device]:
