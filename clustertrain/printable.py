@@ -57,8 +57,8 @@ def raw(stream: IO[str]) -> IO[str]:
 def printing_safely() -> Iterator[None]:
     """Whatever this process prints in the block goes through :func:`printable`, click's messages as well."""
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
-    sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
+    # Python has None in the place of one that was closed, `>&-`.
+    sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) if stream else stream for stream in before)
     try:
         yield
     finally:

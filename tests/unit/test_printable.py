@@ -31,6 +31,13 @@ def test_what_a_terminal_acts_on_is_escaped(text: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
 
 
+def test_a_stream_that_was_closed_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with printing_safely():
+        click.echo("a")
+        assert sys.stdout is None
+
+
 def test_what_is_harmless_stays() -> None:
     text = "a\tb\nmüde 漢字 🙂 \\x1b"
     assert printable(text) == text

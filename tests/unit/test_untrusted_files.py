@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("[1]")
     (tmp_path / "b").symlink_to("a")
     assert fsio.read_json(tmp_path / "b") == [1]
+
+
+def test_a_pipe_where_the_user_may_name_one(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.write_bytes(b"x" * 100_000))
+    writer.start()
+    assert reading.read_bytes(path, piped=True) == b"x" * 100_000
+    writer.join()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
+from clustertrain.printable import printable
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
@@ -270,7 +271,8 @@ def _cells(name: str, table: npt.NDArray[np.float64] | None, there: npt.NDArray[
 
 def _words(codes: npt.NDArray[np.int32], words: list[str] | list[str | None]) -> pa.Array:
     missing = np.array([w is None for w in words])
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), pa.array([w or "" for w in words]))
+    shown = pa.array([printable(w or "") for w in words])
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=missing[codes]), shown)
 
 
 def _devices(part: Part, choice: Choice) -> list[_Device]:

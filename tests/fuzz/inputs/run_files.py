@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import json
 import math
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +54,7 @@ CHECKPOINT_READERS = (
     ("checkpoint", "prune", "--dry-run", "--keep", "1", RUN),
 )
 Change = tuple[str, Any]
-ODD_KINDS = ("fifo", "folder", "link to itself", "link to zeros", "link outside", "gone")
+ODD_KINDS = ("fifo", "socket", "folder", "link to itself", "link to zeros", "link outside", "gone", "50 GB", "bomb")
 
 
 def changes() -> SearchStrategy[Change]:
@@ -60,6 +63,8 @@ def changes() -> SearchStrategy[Change]:
 
 def damage(box: Sandbox, path: Path, how: Change) -> None:
     if how[0] != "kind":
+        if path.stat().st_size > 1 << 26:  # damaged before
+            return
         path.write_bytes(box.arm_bytes(change(path.read_bytes(), how)))
         return
     path.unlink()
@@ -73,6 +78,20 @@ def damage(box: Sandbox, path: Path, how: Change) -> None:
         path.symlink_to("/dev/zero")
     elif how[1] == "link outside":
         path.symlink_to(box.outside / "secret")
+    elif how[1] == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as s:  # the kernel takes 107 bytes of a path
+            s.bind(path.name)
+    elif how[1] == "50 GB":
+        path.touch()
+        os.truncate(path, 50 << 30)
+    elif how[1] == "bomb":
+        path.write_bytes(bomb())
+
+
+@functools.cache
+def bomb() -> bytes:
+    """512 MiB of zeros in a member of gzip."""
+    return gzip.compress(bytes(1 << 29), compresslevel=1)
 
 
 def full_run(box: Sandbox) -> RunDir:
@@ -123,7 +142,9 @@ def player(make: Callable[[Sandbox], RunDir], neighbor_too: bool) -> Callable[[S
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         for place, how in damages:
             path = files[place % len(files)]
-            if path.is_file() and not path.is_symlink():
+            # `logs` prints all that is there, if it takes an hour.
+            endless = words[0] == "logs" and how[1] == "50 GB"
+            if path.is_file() and not path.is_symlink() and not endless:
                 damage(box, path, how)
         said = box.call(words, terminal_safe=True)
         if neighbor_too and words[0] == "list":
