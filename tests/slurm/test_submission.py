@@ -123,7 +123,11 @@ def test_the_environment_reaches_every_task(site: Site) -> None:
 
 
 def test_a_secret_reaches_a_shared_job_and_no_file_that_the_group_can_read(site: Site) -> None:
-    run, job_id = site.submit("--share", "--env", "SECRET=s3cret-canary", "--sweep", "train.seed=1,2")
+    done = site.call("--share", "--env", "SECRET=s3cret-canary", "--sweep", "train.seed=1,2")
+    shown = json.loads(done.stdout)
+    job_id = shown["job_id"]
+    site.jobs.append(job_id)
+    run = Path(shown["runs"][1]["run_dir"])
     assert seen(run, 0)["env"]["SECRET"] == "s3cret-canary"
     (run / "seen-0").unlink()
     open_to_others = [p for p in run.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
