@@ -114,6 +114,15 @@ def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm,
     assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
 
 
+def test_names_of_a_repository_do_not_reach_the_terminal_raw(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "\x1b]52;c;x\x07.pem").write_text("")
+    (tmp_path / "li\nnk").symlink_to("/usr/share")
+    notes = ask(tmp_path, "train.py").notes
+    assert len([note for note in notes if "pem" in note or "/usr/share" in note]) == 2
+    assert all(note.isprintable() for note in notes)
+
+
 def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     asked = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
              "resume": "exact", "gpu_hours": 5.0}  # fmt: skip
