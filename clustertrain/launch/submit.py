@@ -234,7 +234,8 @@ def outside_notes(taken: Snapshot | None) -> list[str]:
             f"not copied: {', '.join(taken.secrets[:SHOWN])}{more} ({looks}); copy with --snapshot-include "
             f"{shlex.quote(taken.secrets[0])}"
         )
-    return notes
+    # Names come from the repository, and a terminal acts on control characters.
+    return [note if note.isprintable() else ascii(note) for note in notes]
 
 
 def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ class Watch:
             return
         parent, leaf = os.path.split(os.path.abspath(name))  # noqa: PTH100 - must not follow the last part
         real = os.path.join(os.path.realpath(parent), leaf)  # noqa: PTH118
-        if real not in HARMLESS and not real.startswith(self.roots):
+        if real not in HARMLESS and not f"{real}{os.sep}".startswith(self.roots):
             self.forbid("outside", f"writes {real}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from clustertrain.run.folder import RunDir
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
@@ -42,6 +43,24 @@ def test_a_preempted_run_resumes_and_ends_with_the_same_bits(
     assert run.digest() == undisturbed(run.path, tmp_path / "alone")
     _accounting_agrees(cluster, run, times)
     _every_gpu_is_there(run, gpus, times + 1)
+
+
+def test_ranks_of_a_shared_run_read_a_secret_that_no_open_file_has(
+    submitted: Callable[..., Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\nprint('a secret of', len(os.environ['SECRET']))\n{EXAMPLE.read_text()}")
+    words = ("--steps", "1500", "--checkpoint-every", "100000")
+    run = submitted("--share", "--env", "SECRET=s3cret-canary", *HALF, str(script), *words)
+    run.wait_for_step(10)
+    run.call("requeue", run.id)
+    run.complete()
+    assert run.endings() == ["preempted", "completed"]
+    for attempt in (1, 2):
+        assert "a secret of 13" in RunDir(run.path).attempt(attempt).rank_log(1).read_text()
+    for path in run.path.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o077:
+            assert b"s3cret-canary" not in path.read_bytes(), path
 
 
 def _accounting_agrees(cluster: Any, run: Run, times: int) -> None:

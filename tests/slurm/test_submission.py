@@ -27,7 +27,7 @@ HOSTILE = "a b'\"$(touch pwned)`touch pwned`\n%j\\ é #x"
 SPY = """#!{python} -I
 import json, os, signal, sys
 words = sys.argv[1:]
-if words[2] == "batch":
+if words[3] == "batch":
     if os.environ.get("SPY_WAITS"):
         signal.pause()
     step = words[words.index("--") + 1 :]
@@ -120,6 +120,22 @@ def test_the_environment_reaches_every_task(site: Site) -> None:
         assert env["CLUSTERTRAIN_HOME"] == site.env["CLUSTERTRAIN_HOME"]
         assert env["SLURM_CPUS_PER_TASK"] == "6" and env["SLURM_NNODES"] == "2" and env["SLURM_NTASKS"] == "2"
         assert len(env["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+
+
+def test_a_secret_reaches_a_shared_job_and_no_file_that_the_group_can_read(site: Site) -> None:
+    done = site.call("--share", "--env", "SECRET=s3cret-canary", "--sweep", "train.seed=1,2")
+    shown = json.loads(done.stdout)
+    job_id = shown["job_id"]
+    site.jobs.append(job_id)
+    run = Path(shown["runs"][1]["run_dir"])
+    assert seen(run, 0)["env"]["SECRET"] == "s3cret-canary"
+    (run / "seen-0").unlink()
+    open_to_others = [p for p in run.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
+    assert open_to_others and not [p for p in open_to_others if "s3cret-canary" in p.read_text(errors="replace")]
+    said = subprocess.run(
+        ["scontrol", "show", "job", job_id], env=site.env, capture_output=True, text=True, check=True
+    ).stdout
+    assert "s3cret-canary" not in said
 
 
 def test_an_enclosing_allocation_does_not_leak(site: Site) -> None:

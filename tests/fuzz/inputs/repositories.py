@@ -23,6 +23,10 @@ CONFIGURATION = (
     f"[core]\n\tsshCommand = {TOUCH}\n\thooksPath = hooks\n",
     f"[core]\n\tpager = {TOUCH}\n\teditor = {TOUCH}\n\taskpass = {TOUCH}\n",
     f'[diff]\n\texternal = {TOUCH}\n[diff "x"]\n\ttextconv = {TOUCH}\n\tcommand = {TOUCH}\n',
+    f'[filter "x=y"]\n\tclean = {TOUCH}\n',
+    f'[filter "x"]\n\tclean = {TOUCH}; cat\n[diff]\n\tsubmodule = diff\n\tignoreSubmodules = none\n',
+    f"[core]\n\tsshCommand = {TOUCH}\n\trepositoryformatversion = 1\n[extensions]\n\tpartialClone = origin\n"
+    '[remote "origin"]\n\turl = ssh://host/x\n\tpromisor = true\n',
     f'[filter "x"]\n\tclean = {TOUCH}\n\tsmudge = {TOUCH}\n\tprocess = {TOUCH}\n\trequired = true\n',
     f"[alias]\n\tls-files = !{TOUCH}\n\tstatus = !{TOUCH}\n\trev-parse = !{TOUCH}\n",
     f"[gpg]\n\tprogram = {TOUCH}\n[log]\n\tshowSignature = true\n",
@@ -34,7 +38,7 @@ CONFIGURATION = (
     "[core]\n\tuntrackedCache = maybe\n",
     "[broken",
 )
-ATTRIBUTES = "* filter=x diff=x\n*.py filter=x\n"
+ATTRIBUTES = ("* filter=x diff=x\n*.py filter=x\n", "* filter=x=y\n")
 NAMES = (
     "-rf",
     "--exec=x",
@@ -49,16 +53,30 @@ NAMES = (
     ":(top)x",
     "a" * 200,
 )
-SECRETS = (".env", ".env.local", "sub/.env", "id_rsa", "key.pem", ".netrc", ".git-credentials")
+SECRETS = (".env", ".env.local", "sub/.env", "id_rsa", "key.pem", ".netrc", ".git-credentials", ".aws/credentials",
+           ".docker/config.json", "sub/credentials.json")  # fmt: skip
 ACTIONS = ("config", "attributes", "nested config", "name", "link", "mode", "kind", "secret", "folder to link")
-LINKS = ("/etc/passwd", "../../outside/secret", "../../outside", ".", "loop", "missing", "/dev/zero", "..", "/")
+LINKS = (
+    "/etc/passwd",
+    ".env",
+    "sub/.env",
+    ".git/config",
+    "../../outside/secret",
+    "../../outside",
+    ".",
+    "loop",
+    "missing",
+    "/dev/zero",
+    "..",
+    "/",
+)
 
 
 def repositories() -> SearchStrategy[list[tuple[str, Any]]]:
     of = {
         "config": st.sampled_from(CONFIGURATION),
         "nested config": st.sampled_from(CONFIGURATION),
-        "attributes": st.just(ATTRIBUTES),
+        "attributes": st.sampled_from(ATTRIBUTES),
         "name": st.sampled_from(NAMES),
         "link": st.tuples(st.sampled_from(("a", "sub/b", "loop", "src")), st.sampled_from(LINKS)),
         "mode": st.sampled_from((0o4755, 0o2755, 0o6777, 0o600, 0o400, 0o000, 0o1777)),
@@ -134,7 +152,8 @@ def _prepare(box: Sandbox, root: Path, action: str, what: Any) -> None:
         if not (path.exists() or path.is_symlink()):
             path.symlink_to(what[1])
     elif action == "mode":
-        (root / "src" / "lib.py").chmod(what)
+        if not (root / "src").is_symlink():
+            (root / "src" / "lib.py").chmod(what)
     elif action == "kind":
         _odd_file(box, root, what)
     elif action == "secret":

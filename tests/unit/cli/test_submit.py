@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain import settings
 from clustertrain.cli.main import main
 from tests.fake_slurm.fixture import FakeSlurm
 
@@ -87,7 +88,9 @@ def test_every_option_of_the_job_reaches_sbatch(type_: Type, fake_slurm: FakeSlu
         "dependency=afterok:1", "signal=USR2@120", "no-requeue", "open-mode=append", "output=job.log",
         'comment="a b"', "exclusive",
     ]  # fmt: skip
-    assert "export A=b=c" in call.script
+    assert " A\n" in call.script and "b=c" not in call.script
+    (secrets,) = (settings.home() / "runs").glob("*/secrets.sh")
+    assert secrets.read_text() == "export A=b=c\n"
 
 
 def test_dry_run_prints_the_script_and_makes_nothing(

@@ -76,7 +76,7 @@ def test_the_package_is_found_where_the_job_would_take_it_from(folder: Path) -> 
 
 
 def test_a_trace_is_asked_for_with_the_plans_step_and_not_of_a_split_model(folder: Path) -> None:
-    interpreter(folder, f"echo \"$3\" > {folder}/request; echo '{COUNT}'")
+    interpreter(folder, f"echo \"$4\" > {folder}/request; echo '{COUNT}'")
     asked(folder, "trace", gpus=4)
     assert '"step": {"micro_batch": 2, "precision": "bf16"' in (folder / "request").read_text()
     plan = asked(folder, "trace", gpus=4, tp=2).plan

@@ -19,7 +19,7 @@ from clustertrain.launch.request import SubmitRequest, read_target
         ("run.sh", b"echo\n", "a shell script", "subprocess"),
         ("run", b"#!/usr/bin/env bash\necho\n", "a shell script", "subprocess"),
         ("job.sbatch", b"#SBATCH -N 1\n", "a shell script", "subprocess"),
-        ("run.pl", b"#!/usr/bin/perl -w\n", "'/usr/bin/perl -w'", "subprocess"),
+        ("run.pl", b"#!/usr/bin/perl -w\n", "a script for '/usr/bin/perl -w'", "subprocess"),
         ("train", b"\x7fELF\2\1\1\0\0", "a binary file", "subprocess"),
         ("train.py", b"print()\0\0", "a binary file", "subprocess"),
         ("notebook.ipynb", b"{}", "a notebook", "nbconvert"),

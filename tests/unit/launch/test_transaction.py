@@ -96,7 +96,7 @@ def test_each_run_of_a_sweep_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Pa
 
 def test_without_secrets_there_is_no_file(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     run = ask(tmp_path).run
-    assert not run.secrets.exists() and "secrets" not in run.script.read_text()
+    assert not run.secrets.exists() and "secrets.sh" not in run.script.read_text()
 
 
 def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -107,11 +107,20 @@ def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm,
     for name in (".env", "key.pem", "id_rsa"):
         (project / name).write_text(SECRET)
     done = ask(tmp_path, "project/train.py", snapshot_include=("key*",))
-    assert [note for note in done.notes if "cop" in note or "snapshot" in note] == [
+    assert [note for note in done.notes if note.startswith("not ")] == [
         "not in the snapshot, used where it is: data -> /usr/share",
         "not copied: .env, id_rsa (look like secrets); copy with --snapshot-include .env",
     ]
     assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
+
+
+def test_names_of_a_repository_do_not_reach_the_terminal_raw(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "\x1b]52;c;x\x07.pem").write_text("")
+    (tmp_path / "li\nnk").symlink_to("/usr/share")
+    notes = ask(tmp_path, "train.py").notes
+    assert len([note for note in notes if "pem" in note or "/usr/share" in note]) == 2
+    assert all(note.isprintable() for note in notes)
 
 
 def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -147,7 +156,9 @@ def test_the_umask_neither_closes_a_shared_run_nor_opens_another(
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
     (project / "src" / "train.py").write_text("print(1)\n")
-    (project / "src" / "train.py").chmod(0o600)
+    (project / "src" / "train.py").chmod(0o640)
+    (project / "src" / "private.py").write_text("")
+    (project / "src" / "private.py").chmod(0o600)
     before = os.umask(0o077)
     try:
         run = ask(tmp_path, "project/src/train.py", job={"share": share}).run
@@ -157,6 +168,7 @@ def test_the_umask_neither_closes_a_shared_run_nor_opens_another(
     found = [run.path, *run.path.rglob("*")]
     assert {stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir()} == {folder}
     files = {p.name: p.stat().st_mode & 0o070 for p in found if p.is_file()}
+    assert files.pop("private.py") == 0  # as its owner has it
     assert set(files.values()) == {file} and "train.py" in files, files
 
 
