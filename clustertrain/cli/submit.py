@@ -35,11 +35,11 @@ _JOB_OPTIONS = (
     click.option(
         "--backend",
         type=click.Choice(["auto", "slurm", "local"]),
-        help="auto: Slurm; this machine only where there is none.",
+        help="auto: Slurm, or without it this machine.",
     ),
     click.option("--cluster", metavar="PROFILE", help="Cluster profile; default $CLUSTERTRAIN_CLUSTER."),
     click.option(
-        "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what the backend has; cuda with --gpu-type."
+        "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what is there, or --gpu-type names."
     ),
     click.option("--gpu-type", metavar="TYPE", help="Type as Slurm names it, for example h100."),
     click.option("--cpus-per-gpu", type=_POSITIVE, metavar="N", help="Cores for each GPU (rank)."),
