@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clustertrain.cli.common import json_option, print_json
+from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
     from clustertrain.doctor.detect import Detected
@@ -47,6 +48,8 @@ def show(name: str, as_json: bool) -> None:
 
     from clustertrain.spec import cluster as profiles
 
+    if not name:
+        raise UsageError("cluster show: the name of the profile is empty", fix="`clustertrain cluster list` has them")
     values = msgspec.to_builtins(profiles.load(name))
     path = profiles.find()[name]
     if as_json:

@@ -32,9 +32,15 @@ _JOB_OPTIONS = (
     click.option("--cp", type=_POSITIVE, metavar="N", help="Context parallel: ranks that share each sequence."),
     click.option("--dp-replicate", type=_POSITIVE, metavar="N", help="Replicas; default: what the others leave."),
     click.option("--dp-shard", type=_POSITIVE, metavar="N", help="Ranks that share a replica; default as above."),
-    click.option("--backend", type=click.Choice(["auto", "slurm", "local"]), help="auto: Slurm where sbatch answers."),
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "slurm", "local"]),
+        help="auto: Slurm, or without it this machine.",
+    ),
     click.option("--cluster", metavar="PROFILE", help="Cluster profile; default $CLUSTERTRAIN_CLUSTER."),
-    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what the backend has."),
+    click.option(
+        "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="auto: what is there, or --gpu-type names."
+    ),
     click.option("--gpu-type", metavar="TYPE", help="Type as Slurm names it, for example h100."),
     click.option("--cpus-per-gpu", type=_POSITIVE, metavar="N", help="Cores for each GPU (rank)."),
     click.option("--partition", metavar="NAME"),

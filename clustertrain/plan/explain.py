@@ -57,9 +57,7 @@ def batch(choice: Choice) -> None:
     if named and trained is not None:
         named = f"; train.global_batch is not set: {trained.global_batch} or more, for preset {recipe.model.preset}"
     if trained is not None and recipe.data.seq_len == trained.seq_len:
-        choice.reasons.append(
-            f"data.seq_len {trained.seq_len}: the context that preset {recipe.model.preset} comes with"
-        )
+        choice.reasons.append(f"data.seq_len {trained.seq_len}: the context of preset {recipe.model.preset}")
     piped = ", the pipeline's micro-batches," if layout.pp > 1 else ""
     choice.reasons.append(
         f"batch: {split.global_batch} = micro_batch {split.micro_batch} ({micro}) x grad_accum "

@@ -73,6 +73,7 @@ def test_show_of_a_profile_that_is_not_there_or_bad(folder: Path) -> None:
     assert isinstance(call("show", "nowhere").exception, ConfigError)
     (folder / "a.toml").write_text("partitoin = 1\n")
     assert "did you mean partition" in str(call("show", "a").exception)
+    assert "the name of the profile is empty" in str(call("show", "").exception)
 
 
 def test_detect_writes_what_a_dry_run_shows(folder: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
     local: dict[str, Any] = {"job": {"backend": "local"}}
     assert not any("checkpoint.local" in n for n in notes(tmp_path, f"checkpoint.local={tmp_path}/x", **local))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is not writable"):
+    with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
         notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
     said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
     assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used where it can be"]

@@ -68,7 +68,7 @@ def test_network_filesystems_and_unknown_ones_pass(kind: str, tmp_path: Path, mo
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not writable"):
+    with pytest.raises(ConfigError, match="file is a file, not a folder"):
         filesystem.check(tmp_path / "file" / "home", "CLUSTERTRAIN_HOME", shared=False)
 
 
