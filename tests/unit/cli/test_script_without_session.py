@@ -1,4 +1,4 @@
-"""A script that never calls `session.steps`: its steps and its goodput are not known, and nobody says that they are 0."""
+"""A script that never calls `session.steps`: its steps and its goodput are not known, and not said to be 0."""
 
 from __future__ import annotations
 
