@@ -91,7 +91,7 @@ def _bytes_in(folder: Folder) -> int:
     for inside, _, names in os.walk(folder):
         for name in names:
             try:
-                size += (Path(inside) / name).stat().st_size
+                size += (Path(inside) / name).lstat().st_size
             except FileNotFoundError:  # being deleted
                 continue
     return size

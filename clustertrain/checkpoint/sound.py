@@ -17,7 +17,7 @@ _ITEMSIZE = {  # of torch's dtypes, in bytes; one that is not here may be of a l
 }  # fmt: skip
 _NAMED = ("__tensor__", "__array__")  # tags of :mod:`~clustertrain.checkpoint.tree` that name a tensor
 
-Box = tuple[Sequence[int], Sequence[int]]  # its start and its shape
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # its start and its shape
 
 
 def wrong_name(name: str) -> str | None:
@@ -40,6 +40,8 @@ def wrong_form(dtype: str, itemsize: int, shape: Sequence[int]) -> str | None:
 
 def wrong_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Where ``boxes`` are not all of a tensor, each element once."""
+    if _whole_rows(tuple(shape), boxes):
+        return None
     for start, size in boxes:
         if not len(start) == len(size) == len(shape):
             return f"has {len(shape)} dimensions, and a shard of it {len(size)}"
@@ -49,6 +51,16 @@ def wrong_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if covered != math.prod(shape):
         return f"has {math.prod(shape)} elements, and its shards {covered}"
     return "has shards that overlap" if _overlap(boxes) else None
+
+
+def _whole_rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether they are slices of rows, one after the other: the usual case, seen in a tenth of the time."""
+    at, rest, begin = 0, shape[1:], (0,) * len(shape[1:])
+    for start, size in sorted(boxes):
+        if start[:1] != (at,) or start[1:] != begin or size[1:] != rest or not size or size[0] < 0:
+            return False
+        at += size[0]
+    return shape[:1] == (at,)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

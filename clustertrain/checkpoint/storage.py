@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -45,6 +46,8 @@ def patiently(act: Callable[[], T], what: object) -> T:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:
+            if e.errno == errno.ELOOP:  # a link to itself leads to nothing
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ELOOP), str(what)) from e
             trouble[:] = [e]
             return e.errno not in PASSING
         return True

@@ -142,12 +142,10 @@ def test_a_snapshot_that_leaks_is_a_fault(tmp_path: Path, plant: str) -> None:
         repositories._judge_snapshot(tmp_path)
 
 
-def test_a_hidden_neighbor_is_a_fault(box: Sandbox) -> None:
-    run_files.full_run(box).path.rename(box.root / "full_run")
-    run_files._neighbor_is_listed(box, "")  # the first call makes it
-    run_files._neighbor_is_listed(box, f"| {run_files.NEIGHBOR} |")
+def test_a_hidden_neighbor_is_a_fault() -> None:
+    run_files._neighbor_is_listed(f"| {run_files.NEIGHBOR} |")
     with pytest.raises(FaultFound, match="hidden"):
-        run_files._neighbor_is_listed(box, "| llama-abc234 |")
+        run_files._neighbor_is_listed("| llama-abc234 |")
 
 
 def test_playing_goes_on_after_a_fault_and_reduces_its_input(box: Sandbox) -> None:

@@ -10,7 +10,6 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
-from clustertrain import fsio
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.report import status
@@ -18,7 +17,7 @@ from clustertrain.report.runs.comparison import Value
 from clustertrain.report.runs.text import said
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
-from clustertrain.run import curves, state
+from clustertrain.run import curves, documents, state
 from clustertrain.run.folder import RunDir
 from clustertrain.run.resolve import sweep_runs
 from clustertrain.run.spec import load_spec
@@ -138,10 +137,10 @@ def _values(run: RunDir, metric: str, higher: bool) -> tuple[Value | None, Value
 
 def _made(run: RunDir) -> dict[str, Any]:
     try:
-        found = (fsio.read_json(run.record) or {}).get("sweep")
-    except (OSError, ValueError, AttributeError):
+        found: dict[str, Any] = documents.read(run.record, {"sweep": dict}).value.get("sweep", {})
+    except PermissionError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def _recipes(runs: Sequence[RunDir]) -> dict[str, Recipe]:

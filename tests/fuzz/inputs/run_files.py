@@ -29,6 +29,7 @@ from tests.unit.report import live_runs
 
 # A healthy neighbor: damage in one run never hides another.
 NEIGHBOR = "other-zzz222"
+SWEEP = "grid-swp234"  # of the two
 READERS = (
     ("status", RUN),
     ("status", RUN, "--json"),
@@ -44,6 +45,8 @@ READERS = (
     ("runs", "compare", RUN, NEIGHBOR),
     ("top", RUN, "--once"),
     ("wait", RUN),
+    ("sweep", "show", SWEEP),
+    ("sweep", "show", SWEEP, "--json"),
 )
 CHECKPOINT_READERS = (
     ("checkpoint", "list", RUN),
@@ -132,6 +135,10 @@ def fresh_run(box: Sandbox, make: Callable[[Sandbox], RunDir]) -> Path:
     shutil.copytree(kept, folder)
     if not neighbor.exists():
         shutil.copytree(kept, neighbor)
+        sweep = box.home / "sweeps" / SWEEP
+        sweep.mkdir(parents=True)
+        for task, run in enumerate((folder, neighbor)):
+            (sweep / str(task)).symlink_to(run)
     return folder
 
 

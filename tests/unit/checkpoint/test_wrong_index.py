@@ -129,6 +129,15 @@ def test_a_pipe_in_place_of_a_file_is_damage(file: str, tmp_path: Path) -> None:
     assert code == 1 and file in said and "regular file" in said
 
 
+@pytest.mark.parametrize("file", ["COMMITTED", "manifest.json", "rank-0.bin"])
+def test_a_link_to_itself_hides_no_other_checkpoint(file: str, tmp_path: Path) -> None:
+    bad, good = save(tmp_path, 1, state_of(1.0)), save(tmp_path, 2, state_of(2.0))
+    (bad / file).unlink()
+    (bad / file).symlink_to(file)
+    code, said = run("checkpoint", "list", str(tmp_path), "--json")
+    assert code == 0 and [row["path"] for row in msgspec.json.decode(said)] == [str(bad), str(good)]
+
+
 GRID = [((i, j), (2, 3)) for i in range(0, 8, 2) for j in range(0, 9, 3)]
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 
