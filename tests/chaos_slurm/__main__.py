@@ -45,8 +45,19 @@ def main() -> int:
         return 130
     finally:
         summary(args.seed, storm.reports, clock.monotonic() - started)
-        shutil.rmtree(folder, ignore_errors=True)
+        leave(folder, storm.broken)
     return 1 if any(r.broken for r in storm.reports) or len(storm.reports) < len(numbers) else 0
+
+
+def leave(folder: Path, broken: Path) -> None:
+    """Of the storm's folder only what shows a violation."""
+    for path in folder.iterdir():
+        if path != broken:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    if broken.exists():
+        print(f"what shows it: {broken}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def summary(seed: str, reports: list[Report], wall_s: float) -> None:

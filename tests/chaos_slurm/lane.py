@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from clustertrain import clock
 from clustertrain.run.state import CANCELLED, COMPLETED, FAILED, FINAL
 from tests.chaos_slurm import invariants, testbed
-from tests.chaos_slurm.acts import Deed, Fault
+from tests.chaos_slurm.acts import OTHER_LIMIT, Deed, Fault
 from tests.chaos_slurm.faults import OF_MOMENT, draw, kind_of
 from tests.chaos_slurm.patience import Stopped, pause, wait_until
-from tests.chaos_slurm.subject import BEGIN_S, LOOK_S, TOTAL, Shape, Subject, send
+from tests.chaos_slurm.subject import BEGIN_S, LIMIT, LOOK_S, TOTAL, Shape, Subject, send
 
 if TYPE_CHECKING:
     from tests.chaos_slurm.storm import Storm
@@ -113,6 +113,8 @@ class Lane(threading.Thread):
         except testbed.TestbedFailed as e:
             report.broken.append(f"not played, the testbed failed: {e}")
             testbed.repair()
+        if report.broken and report.run:
+            self.storm.keep(self.home / "runs" / report.run, plan)
         report.wall_s = clock.monotonic() - started
         return report
 
@@ -123,10 +125,14 @@ class Lane(threading.Thread):
             self.finish(report)
         except AssertionError as e:
             self.give_up(report, e)
+        if report.broken:
+            self.storm.keep(self.home / "runs" / report.run, plan)
         return report
 
     def play(self, plan: Plan, report: Report) -> None:
+        report.story.append("before the fault:")
         life = self.living(report)
+        report.story.pop()
         subject, fault = life.subject, plan.fault
         report.run = subject.id
         hit = self.arrive(fault, life)
@@ -143,6 +149,8 @@ class Lane(threading.Thread):
         state = self.aftermath(subject, hit, done_before, harmless)
         life.allow(hit, kind.endings)
         report.story.append(f"attempt {hit} -> {state}")
+        if fault.kind == "lower time limit":
+            deed.slurm("scontrol", "update", f"jobid={subject.job_id()}", f"TimeLimit={LIMIT}")
         self.judge(life, deed, state, report)
 
     def living(self, report: Report) -> Life:
@@ -168,7 +176,7 @@ class Lane(threading.Thread):
         elif fault.moment == "beginning":
             wait_until(lambda: subject.claimed() > n, 120.0, 0.1)
             pause(8.0 * fault.pick)
-        return n
+        return subject.claimed()
 
     def aftermath(self, subject: Subject, hit: int, since: float, harmless: bool) -> str:
         """How it goes on: the run's final state, or ``attempt N`` that trains."""
@@ -198,8 +206,12 @@ class Lane(threading.Thread):
     def judge(self, life: Life, deed: Deed, state: str, report: Report) -> None:
         subject, kind = life.subject, kind_of(deed.fault)
         report.broken += self.check(life)
+        if deed.other_limit and state not in FINAL and (limit := testbed.limit(subject.job_id())) != OTHER_LIMIT:
+            report.broken.append(f"requeue with a limit of {OTHER_LIMIT} min was accepted, and it is {limit} min")
         if state == COMPLETED:
             self.finish(report)
+        elif deed.cancelled and state != CANCELLED:
+            raise Broken(f"cancelled, and the run goes on: {state}")
         elif state in (FAILED, CANCELLED):
             by_hand = kind.cancels if state == CANCELLED else kind.by_hand
             if not by_hand:
@@ -243,6 +255,7 @@ class Lane(threading.Thread):
         assert self.life is not None
         life = self.life
         subject = life.subject
+        report.run = subject.id
         subject.pace(0.0)
         wait_until(lambda: subject.status()["state"] in FINAL, END_S, 1.0)
         state = subject.status()["state"]
