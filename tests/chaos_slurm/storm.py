@@ -11,8 +11,9 @@ from pathlib import Path
 
 from clustertrain import clock
 from tests.chaos_slurm import disks, testbed
-from tests.chaos_slurm.lane import SHAPES, Lane, Plan, Report
+from tests.chaos_slurm.lane import Lane
 from tests.chaos_slurm.patience import Stopped, Turns, pause, stop
+from tests.chaos_slurm.rounds import SHAPES, Plan, Report
 from tests.chaos_slurm.subject import SCRIPT, Subject
 from tests.ranks.rank_pool import CONTEXT, undisturbed
 
@@ -81,7 +82,8 @@ class Storm:
             self.reports.append(report)
             self.told_at = clock.monotonic()
             verdict = "BROKEN" if report.broken else "held"
-            head = f"{report.plan.number} {verdict} {report.run}: {report.plan.fault}"
+            what = "the last run's end" if report.after else str(report.plan.fault)
+            head = f"{report.plan.number} {verdict} {report.run}: {what}"
             print(f"{head} [{report.wall_s:.0f} s]", flush=True)
             for line in report.story:
                 print(f"    {line}", flush=True)

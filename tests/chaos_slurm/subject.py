@@ -58,7 +58,6 @@ class Subject:
         self.run = RunDir(self.path)
         self.log = logs / self.id
         self.log.mkdir()
-        self.pace(PACE_S)
 
     # -- what it does
 
