@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clustertrain import clock
 from tests.chaos_slurm import patience, testbed
-from tests.chaos_slurm.lane import Report, plan_of
+from tests.chaos_slurm.rounds import Report, plan_of
 from tests.chaos_slurm.storm import Storm
 
 
@@ -45,19 +45,34 @@ def main() -> int:
         return 130
     finally:
         summary(args.seed, storm.reports, clock.monotonic() - started)
+        leave(folder, storm.broken)
+    played = sum(not r.after for r in storm.reports)
+    return 1 if any(r.broken for r in storm.reports) or played < len(numbers) else 0
+
+
+def leave(folder: Path, broken: Path) -> None:
+    """Of the storm's folder only what shows a violation."""
+    for path in folder.iterdir():
+        if path != broken:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    if broken.exists():
+        print(f"what shows it: {broken}")
+    else:
         shutil.rmtree(folder, ignore_errors=True)
-    return 1 if any(r.broken for r in storm.reports) or len(storm.reports) < len(numbers) else 0
 
 
 def summary(seed: str, reports: list[Report], wall_s: float) -> None:
-    kinds = collections.Counter(r.plan.fault.kind for r in reports)
+    rounds = [r for r in reports if not r.after]
+    kinds = collections.Counter(r.plan.fault.kind for r in rounds)
     broken = [r for r in reports if r.broken]
-    print(f"seed {seed}: {len(reports) - len(broken)} of {len(reports)} rounds held, {wall_s:.0f} s")
-    print("faults: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
     for report in broken:
         print(f"round {report.plan.number} ({report.plan.fault}):")
         for words in report.broken:
             print(f"    {words.splitlines()[0]}")
+    print("faults: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
+    held = sum(not r.broken for r in rounds)
+    violations = sum(len(r.broken) for r in broken)
+    print(f"seed {seed}: {held} of {len(rounds)} rounds held, {violations} violations, {wall_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from tests.chaos_slurm import disks, testbed
 from tests.chaos_slurm.patience import pause
 from tests.chaos_slurm.subject import Subject, finish, send
 
+OTHER_LIMIT = 100  # minutes
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -38,7 +40,9 @@ class Deed:
     notes: list[str] = field(default_factory=list)
     reached: bool = True
     accepted: list[str] = field(default_factory=list)
+    cancelled: bool = False  # and nobody has asked for anything else
     lost_rank_dirs: int = 0
+    other_limit: bool = False  # a requeue with ``OTHER_LIMIT`` was accepted
 
     def hit(self, what: str, number: signal.Signals = signal.SIGKILL) -> None:
         """One process of that name."""
@@ -120,6 +124,7 @@ def scancel_term(deed: Deed) -> None:
 
 def scancel(deed: Deed) -> None:
     deed.slurm("scancel", deed.subject.job_id())
+    deed.cancelled = True
 
 
 def time_limit(deed: Deed) -> None:
@@ -133,15 +138,17 @@ def requeue(deed: Deed) -> None:
 
 
 def two_requeues(deed: Deed) -> None:
-    deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
+    codes = deed.commands("requeue", f"requeue --time {OTHER_LIMIT}")
+    deed.accepted += ["requeue"] * codes.count(0)
+    deed.other_limit = codes[1] == 0
 
 
 def cancel(deed: Deed) -> None:
-    deed.commands("cancel")
+    deed.cancelled = deed.commands("cancel") == [0]
 
 
 def two_cancels(deed: Deed) -> None:
-    deed.commands("cancel", "cancel")
+    deed.cancelled = 0 in deed.commands("cancel", "cancel")
 
 
 def cancel_and_requeue(deed: Deed) -> None:
@@ -155,13 +162,13 @@ def cancel_then_requeue(deed: Deed) -> None:
 
 def cancel_then_two_requeues(deed: Deed) -> None:
     deed.commands("cancel")
-    deed.subject.wait_for_final()
+    deed.subject.wait_for_end()
     deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
 
 
 def kill_batch_then_two_requeues(deed: Deed) -> None:
     kill_batch(deed)
-    deed.subject.wait_for_final()
+    deed.subject.wait_for_end()
     deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
 
 

@@ -26,7 +26,7 @@ class Kind:
     """``endings``: all that may truly be recorded of an attempt that this is done to, beside completed. ``harmless``:
     the attempt may also go on. ``by_hand``: the run may stop, and ``status`` then says to type ``requeue``.
     ``cancels``: the run may end cancelled. ``away``: lasts for the fault's seconds. ``alone``: hits the whole cluster.
-    ``ranks``: needs so many ranks."""
+    ``only_training``: at no other moment. ``ranks``: needs so many ranks."""
 
     weight: int
     act: Callable[[Deed], None]
@@ -36,6 +36,7 @@ class Kind:
     cancels: bool = False
     away: bool = False
     alone: bool = False
+    only_training: bool = False
     ranks: int = 1
 
 
@@ -58,9 +59,9 @@ MENU: dict[str, Kind] = {
     "kill srun": Kind(2, acts.kill_srun, _of(UNKNOWN), by_hand=True),
     "preempt": Kind(4, acts.preempt, _of(PREEMPTED)),
     "scontrol requeue": Kind(3, acts.scontrol_requeue, _of(PREEMPTED)),
-    "scancel -s TERM": Kind(3, acts.scancel_term, _of(PREEMPTED, UNKNOWN), harmless=True),
+    "scancel -s TERM": Kind(3, acts.scancel_term, _of("signal")),
     "scancel": Kind(2, acts.scancel, _of(CANCELLED), cancels=True),
-    "lower time limit": Kind(2, acts.time_limit, _of(TIME_LIMIT)),
+    "lower time limit": Kind(2, acts.time_limit, _of(TIME_LIMIT), only_training=True),
     "requeue": Kind(2, acts.requeue, _of(PREEMPTED)),
     "two requeues": Kind(3, acts.two_requeues, _of(PREEMPTED)),
     "cancel": Kind(1, acts.cancel, _of(CANCELLED), cancels=True),
@@ -71,8 +72,8 @@ MENU: dict[str, Kind] = {
     "kill batch then two requeues": Kind(3, acts.kill_batch_then_two_requeues, _of(UNKNOWN, PREEMPTED), by_hand=True),
     "kill node": Kind(2, acts.kill_node, _NODE, away=True),
     "partition node": Kind(2, acts.partition, _NODE, harmless=True, away=True),
-    "kill slurmctld": Kind(5, acts.slurmctld, _of(), harmless=True, away=True, alone=True),
-    "kill slurmdbd": Kind(2, acts.slurmdbd, _of(), harmless=True, away=True, alone=True),
+    "kill slurmctld": Kind(5, acts.slurmctld, _of(), harmless=True, away=True, alone=True, only_training=True),
+    "kill slurmdbd": Kind(2, acts.slurmdbd, _of(), harmless=True, away=True, alone=True, only_training=True),
     "disk full": Kind(2, acts.full, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
     "run read-only": Kind(2, acts.run_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
     "checkpoints read-only": Kind(2, acts.checkpoints_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
@@ -86,9 +87,9 @@ def draw(rng: random.Random, ranks: int) -> Fault:
     moment = rng.choice(MOMENTS)
     seconds = 5.0 * 18.0 ** (rng.random() ** 1.5)  # 5 to 90, mostly short
     pick = rng.random()
-    if MENU[name].alone:
-        return Fault(name, "training", seconds, pick, rng.choice(list(DURING)))
-    return Fault(name, moment, seconds if MENU[name].away else 0.0, pick)
+    kind = MENU[name]
+    during = rng.choice(list(DURING)) if kind.alone else ""
+    return Fault(name, "training" if kind.only_training else moment, seconds if kind.away else 0.0, pick, during)
 
 
 def kind_of(fault: Fault) -> Kind:
@@ -98,4 +99,6 @@ def kind_of(fault: Fault) -> Kind:
     endings = kind.endings | OF_MOMENT[fault.moment] | (other.endings if other else _of())
     if other is None:
         return replace(kind, endings=endings)
+    if fault.kind == "kill slurmctld" and fault.during == "preempt":
+        endings |= _of(UNKNOWN)  # nobody else knows that it was a preemption
     return replace(kind, endings=endings, harmless=other.harmless, by_hand=other.by_hand, cancels=other.cancels)

@@ -109,8 +109,8 @@ def untrue_endings(
             last = max((line["step"] for line in steps.get(n, [])), default=None)
             if last is not None and last < total:
                 broken.append(f"attempt {n} is recorded as completed, and its last step was {last} of {total}")
-        elif n in allowed and ending not in allowed[n]:
-            wanted = ", ".join(sorted(allowed[n])) or "none"
+        elif ending not in allowed.get(n, ()):
+            wanted = ", ".join(sorted(allowed.get(n, ()))) or "no end"
             broken.append(f"attempt {n} is recorded as {ending} ({attempt['reason']}); true would be: {wanted}")
     return broken
 
@@ -131,7 +131,7 @@ def files_left(run: Path, lost_rank_dirs: int = 0) -> list[str]:
     Args:
         lost_rank_dirs: how many agents were killed, none of which could remove its node-local folder.
     """
-    left = [str(p) for p in run.rglob(".*") if ".git" not in p.parts]
+    left = [str(p) for p in run.rglob(".*") if "code" not in p.relative_to(run).parts]  # whose names are the user's
     rank_dirs = [str(p) for p in Path("/tmp").glob(f"clustertrain-{run.name}-*")]
     if len(rank_dirs) > lost_rank_dirs:
         left += rank_dirs

@@ -3,8 +3,8 @@ and checks what must hold."""
 
 from __future__ import annotations
 
-import random
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 from clustertrain import clock
 from clustertrain.run.state import CANCELLED, COMPLETED, FAILED, FINAL
 from tests.chaos_slurm import invariants, testbed
-from tests.chaos_slurm.acts import Deed, Fault
-from tests.chaos_slurm.faults import OF_MOMENT, draw, kind_of
+from tests.chaos_slurm.acts import OTHER_LIMIT, Deed, Fault
+from tests.chaos_slurm.faults import OF_MOMENT, kind_of
 from tests.chaos_slurm.patience import Stopped, pause, wait_until
-from tests.chaos_slurm.subject import BEGIN_S, LOOK_S, TOTAL, Shape, Subject, send
+from tests.chaos_slurm.rounds import SHAPES, Plan, Report
+from tests.chaos_slurm.subject import BEGIN_S, LIMIT, LOOK_S, PACE_S, TOTAL, Subject, send
 
 if TYPE_CHECKING:
     from tests.chaos_slurm.storm import Storm
 
-# The runs that are alive at a time. Each has its nodes for itself, and the cluster one more.
-SHAPES = (Shape(2, 1), Shape(1, 2))
 ROUNDS_A_RUN = 7
+WAITING_PACE_S = 1.0  # a step of a run that waits for its next round
 AFTERMATH_S = 300.0  # for a run to go on after a fault, or to end
 UNHARMED_S = 8.0  # after a fault that a run may outlast
 END_S = 300.0  # for the last steps of a run that nothing happens to
@@ -31,34 +31,6 @@ GONE_S = 90.0  # for the processes of an attempt that is over
 
 class Broken(AssertionError):
     """Something that must hold does not."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A round, by its number. Which of the runs it hits follows from the number, so that a run meets the same faults
-    whenever a seed is played; the moments at which they meet it vary with the machine."""
-
-    seed: str
-    number: int
-    fault: Fault
-
-    @property
-    def lane(self) -> int:
-        return self.number % len(SHAPES)
-
-
-def plan_of(seed: str, number: int) -> Plan:
-    rng = random.Random(f"{seed}/{number}")
-    return Plan(seed, number, draw(rng, SHAPES[number % len(SHAPES)].world))
-
-
-@dataclass
-class Report:
-    plan: Plan
-    run: str = ""
-    story: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    wall_s: float = 0.0
 
 
 @dataclass
@@ -92,8 +64,7 @@ class Lane(threading.Thread):
     def run(self) -> None:
         try:
             for plan in self.plans:
-                with self.storm.turns.take(kind_of(plan.fault).alone):
-                    self.storm.tell(self.round(plan))
+                self.storm.tell(self.round(plan))
             if self.life is not None:
                 self.storm.tell(self.last(self.plans[-1]))
         except Stopped:
@@ -108,41 +79,61 @@ class Lane(threading.Thread):
         started = clock.monotonic()
         try:
             self.play(plan, report)
-        except AssertionError as e:
-            self.give_up(report, e)
         except testbed.TestbedFailed as e:
             report.broken.append(f"not played, the testbed failed: {e}")
-            testbed.repair()
+            with self.storm.turns.take(True):
+                testbed.repair()
+        except Stopped:
+            raise
+        except Exception as e:
+            self.give_up(report, e)
+        if report.broken and report.run:
+            self.storm.keep(self.home / "runs" / report.run, plan)
         report.wall_s = clock.monotonic() - started
         return report
 
     def last(self, plan: Plan) -> Report:
         """What is left of the last run is brought to its end."""
-        report = Report(plan, story=["the last run's end"])
+        report = Report(plan, after=True)
         try:
-            self.finish(report)
-        except AssertionError as e:
+            with self.storm.turns.take(False):
+                self.finish(report)
+        except Stopped:
+            raise
+        except Exception as e:
             self.give_up(report, e)
+        if report.broken:
+            self.storm.keep(self.home / "runs" / report.run, plan)
         return report
 
     def play(self, plan: Plan, report: Report) -> None:
-        life = self.living(report)
-        subject, fault = life.subject, plan.fault
-        report.run = subject.id
+        report.story.append("before the fault:")
+        with self.storm.turns.take(False):
+            self.living(report).subject.pace(WAITING_PACE_S)
+        with self.storm.turns.take(kind_of(plan.fault).alone):
+            life = self.living(report)
+            report.story.remove("before the fault:")
+            report.run = life.subject.id
+            self.hit(plan.fault, life, report)
+
+    def hit(self, fault: Fault, life: Life, report: Report) -> None:
+        subject, kind = life.subject, kind_of(fault)
         hit = self.arrive(fault, life)
-        kind = kind_of(fault)
         life.allow(hit, kind.endings)
         deed = Deed(subject, fault, report.story)
-        done_before = clock.monotonic()
+        since = clock.monotonic()
+        subject.pace(PACE_S + fault.seconds / TOTAL)  # so that it is not over by then
         kind.act(deed)
+        subject.pace(PACE_S)
         if fault.kind == "partition node":
             life.cut_off.add(hit)
         life.lost_rank_dirs += deed.lost_rank_dirs
         life.rounds += 1
-        harmless = kind.harmless or not deed.reached
-        state = self.aftermath(subject, hit, done_before, harmless)
+        state = self.aftermath(subject, hit, since, kind.harmless or not deed.reached)
         life.allow(hit, kind.endings)
         report.story.append(f"attempt {hit} -> {state}")
+        if fault.kind == "lower time limit":
+            deed.slurm("scontrol", "update", f"jobid={subject.job_id()}", f"TimeLimit={LIMIT}")
         self.judge(life, deed, state, report)
 
     def living(self, report: Report) -> Life:
@@ -152,6 +143,7 @@ class Lane(threading.Thread):
         while True:
             if self.life is None:
                 self.life = Life(Subject(self.title, self.shape, self.home, self.storm.logs))
+            self.life.subject.pace(PACE_S)
             if self.life.subject.trains_or_ends() not in FINAL:
                 return self.life
             self.finish(report)
@@ -168,7 +160,7 @@ class Lane(threading.Thread):
         elif fault.moment == "beginning":
             wait_until(lambda: subject.claimed() > n, 120.0, 0.1)
             pause(8.0 * fault.pick)
-        return n
+        return subject.claimed()
 
     def aftermath(self, subject: Subject, hit: int, since: float, harmless: bool) -> str:
         """How it goes on: the run's final state, or ``attempt N`` that trains."""
@@ -198,8 +190,12 @@ class Lane(threading.Thread):
     def judge(self, life: Life, deed: Deed, state: str, report: Report) -> None:
         subject, kind = life.subject, kind_of(deed.fault)
         report.broken += self.check(life)
+        if deed.other_limit and state not in FINAL and (limit := testbed.limit(subject.job_id())) != OTHER_LIMIT:
+            report.broken.append(f"requeue with a limit of {OTHER_LIMIT} min was accepted, and it is {limit} min")
         if state == COMPLETED:
             self.finish(report)
+        elif deed.cancelled and state != CANCELLED:
+            raise Broken(f"cancelled, and the run goes on: {state}")
         elif state in (FAILED, CANCELLED):
             by_hand = kind.cancels if state == CANCELLED else kind.by_hand
             if not by_hand:
@@ -243,6 +239,7 @@ class Lane(threading.Thread):
         assert self.life is not None
         life = self.life
         subject = life.subject
+        report.run = subject.id
         subject.pace(0.0)
         wait_until(lambda: subject.status()["state"] in FINAL, END_S, 1.0)
         state = subject.status()["state"]
@@ -264,21 +261,23 @@ class Lane(threading.Thread):
         return jobs + processes + invariants.files_left(subject.path, life.lost_rank_dirs)
 
     def evidence(self) -> list[str]:
-        if self.life is None:
-            return []
+        assert self.life is not None
         subject = self.life.subject
         status = subject.call("status", subject.id)
-        jobs = "\n".join(subject.run.job_log.read_text(errors="replace").splitlines()[-25:])
-        return [*status.stdout.splitlines(), "--- job.log", *jobs.splitlines()]
+        log = subject.run.job_log
+        jobs = log.read_text(errors="replace").splitlines()[-25:] if log.exists() else []
+        return [*status.stdout.splitlines(), "--- job.log", *jobs]
 
-    def give_up(self, report: Report, why: AssertionError) -> None:
+    def give_up(self, report: Report, why: Exception) -> None:
         """End a run that cannot go on, so that the next round has a sound one."""
-        report.broken.append(str(why))
-        report.story += self.evidence()
+        found = isinstance(why, AssertionError)  # else something that nobody has thought of
+        report.broken.append(str(why) if found else "".join(traceback.format_exception(why)))
         if self.life is None:
             return
+        report.story += self.evidence()
         subject, self.life = self.life.subject, None
-        subject.call("cancel", subject.id)
-        testbed.run("scancel", *subject.job_ids())
-        wait_until(lambda: not subject.processes(), 60.0, 1.0)
+        with self.storm.turns.take(False):
+            subject.call("cancel", subject.id)
+            testbed.run("scancel", *subject.job_ids())
+            wait_until(lambda: not subject.processes(), 60.0, 1.0)
         send(subject.processes(), testbed.signal.SIGKILL)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from clustertrain import clock
 from tests.chaos_slurm import disks, testbed
-from tests.chaos_slurm.lane import SHAPES, Lane, Plan, Report
+from tests.chaos_slurm.lane import Lane
 from tests.chaos_slurm.patience import Stopped, Turns, pause, stop
-from tests.chaos_slurm.subject import Subject
+from tests.chaos_slurm.rounds import SHAPES, Plan, Report
+from tests.chaos_slurm.subject import SCRIPT, Subject
 from tests.ranks.rank_pool import CONTEXT, undisturbed
 
 ROUND_S = 1800.0  # more than all the deadlines of a round together
@@ -23,8 +25,9 @@ CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.loop"])  # no more 
 class Storm:
     def __init__(self, folder: Path, plans: Sequence[Plan]) -> None:
         self.folder, self.plans = folder, plans
-        self.logs = folder / "logs"
+        self.logs, self.broken = folder / "logs", folder / "broken"
         self.logs.mkdir(parents=True)
+        shutil.copy(SCRIPT, self.logs)  # into no repository, all of which would be part of each run
         self.turns = Turns()
         self.reports: list[Report] = []
         self.told_at = clock.monotonic()
@@ -67,12 +70,20 @@ class Storm:
         with self._twin:
             return undisturbed(subject.path, self.folder / f"alone-{subject.id}")
 
+    def keep(self, run: Path, plan: Plan) -> None:
+        """What a person may want to look at later: the run's folder, its ranks' logs and the cluster's."""
+        folder = self.broken / f"round-{plan.number}"
+        for source, name in ((run, "run"), (self.logs / run.name, "steps"), (Path(testbed.STATE, "log"), "slurm")):
+            with suppress(OSError):  # a file that goes away meanwhile; the others are copied all the same
+                shutil.copytree(source, folder / name, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
     def tell(self, report: Report) -> None:
         with self._printing:
             self.reports.append(report)
             self.told_at = clock.monotonic()
             verdict = "BROKEN" if report.broken else "held"
-            head = f"{report.plan.number} {verdict} {report.run}: {report.plan.fault}"
+            what = "the last run's end" if report.after else str(report.plan.fault)
+            head = f"{report.plan.number} {verdict} {report.run}: {what}"
             print(f"{head} [{report.wall_s:.0f} s]", flush=True)
             for line in report.story:
                 print(f"    {line}", flush=True)

@@ -27,6 +27,7 @@ from tests.runs import CLI
 SCRIPT = Path(__file__).with_name("script.py")
 TOTAL = 300
 PACE_S = 0.05
+LIMIT = 120  # minutes
 BEGIN_S = 240.0  # for a run to train after it was submitted
 FINAL_S = 120.0  # for a run that has been cancelled or has lost its batch process
 LOOK_S = 3.0  # between two questions to Slurm
@@ -48,8 +49,8 @@ class Subject:
         """Submits a run of this shape into ``home``; its ranks log into a folder of ``logs``."""
         self.shape, self.home = shape, home
         argv = ["--nodes", shape.nodes, "--gpus", shape.ranks, "--cpus-per-gpu", 1, "--layout", "ddp", "--name", name]
-        argv += ["--time", 120, "--max-requeues", 1000, "--sbatch", "exclusive"]
-        done = self.call("submit", "--json", *map(str, argv), str(SCRIPT), str(logs), str(TOTAL))
+        argv += ["--time", LIMIT, "--max-requeues", 1000, "--sbatch", "exclusive"]
+        done = self.call("submit", "--json", *map(str, argv), str(logs / SCRIPT.name), str(logs), str(TOTAL))
         if done.returncode:
             raise testbed.TestbedFailed(f"submit: {done.returncode}\n{done.stdout}{done.stderr}")
         submitted = json.loads(done.stdout)
@@ -57,7 +58,6 @@ class Subject:
         self.run = RunDir(self.path)
         self.log = logs / self.id
         self.log.mkdir()
-        self.pace(PACE_S)
 
     # -- what it does
 
@@ -124,8 +124,10 @@ class Subject:
     def job_id(self) -> str:
         return str(self.status()["job_id"])
 
-    def wait_for_final(self) -> None:
-        wait_until(lambda: self.status()["state"] in FINAL, FINAL_S, 1.0)
+    def wait_for_end(self) -> None:
+        """Until the run is over, or another attempt has begun."""
+        n = self.claimed()
+        wait_until(lambda: self.claimed() > n or self.status()["state"] in FINAL, FINAL_S, 1.0)
 
     def job_ids(self) -> list[str]:
         return attempts.job_ids(self.run)
@@ -138,7 +140,9 @@ class Subject:
 
     def named(self, what: str, node: str | None = None) -> list[psutil.Process]:
         """``batch``, ``agent``, ``rank``, ``torchrun`` or ``srun``."""
-        return [p for p in self.processes(node=node) if _is(p, what)]
+        found = [p for p in self.processes(node=node) if _is(p, what)]
+        # A rank's own children look like it.
+        return [p for p in found if _parent(p) not in {q.pid for q in found}]
 
     # -- its commands
 
@@ -188,6 +192,13 @@ def _fits(env: dict[str, str], attempt: int | None, node: str | None) -> bool:
     if attempt is not None and env.get(settings.ATTEMPT) != str(attempt):
         return False
     return node is None or env.get(settings.SLURMD_NODENAME) == node
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
 
 
 def _is(process: psutil.Process, what: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.chaos_slurm import faults, invariants
-from tests.chaos_slurm.lane import plan_of
+from tests.chaos_slurm.rounds import plan_of
 
 
 def attempt(n: int, steps: Sequence[int], *, at: float, committed: int = 0, ranks: int = 2) -> list[dict[str, Any]]:

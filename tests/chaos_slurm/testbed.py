@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -87,9 +88,20 @@ def queue(job_ids: Sequence[str]) -> list[str]:
 
 def minutes_run(job_id: str) -> int:
     """Whole minutes since the job's start."""
-    words = run("squeue", "-h", "-j", job_id, "-o", "%M").stdout.strip().split(":")
-    hours, minutes = ([0, 0, *map(int, words)])[-3:-1] if all(w.isdigit() for w in words) else (0, 0)
-    return hours * 60 + minutes
+    return _minutes(job_id, "%M")
+
+
+def limit(job_id: str) -> int:
+    """The job's time limit, in minutes."""
+    return _minutes(job_id, "%l")
+
+
+def _minutes(job_id: str, what: str) -> int:
+    found = re.fullmatch(
+        r"(?:(?:(\d+)-)?(\d+):)?(\d+):\d+", run("squeue", "-h", "-j", job_id, "-o", what).stdout.strip()
+    )
+    days, hours, minutes = (int(x or 0) for x in found.groups()) if found else (0, 0, 0)
+    return (days * 24 + hours) * 60 + minutes
 
 
 def preempt(nodes: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos_slurm.lane import plan_of
+from tests.chaos_slurm.rounds import plan_of
 
 pytestmark = pytest.mark.slurm
 SEED, ROUNDS = "958", 6
