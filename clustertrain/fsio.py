@@ -145,7 +145,7 @@ def last_lines(path: Path, size: int) -> list[dict[str, Any]]:
     """As :func:`read_lines`, of the last ``size`` bytes; none where the file is missing or unreadable. A first line
     that is cut is skipped."""
     try:
-        return list(read_lines(path, size))
+        return list(_records(reading.lines(path, size)))
     except OSError:
         return []
 

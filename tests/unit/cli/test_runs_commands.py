@@ -217,6 +217,8 @@ def test_ids_and_hashes_are_never_cut(
         monkeypatch.setenv("COLUMNS", columns)
     assert type_("list") == 0
     head, *rows = capsys.readouterr().out.splitlines()
+    rows, below = rows[:3], "".join(rows[3:]).replace(" ", "")
+    assert f"{LONG}:" in below and f"`clustertrainrequeue{LONG}`continuesit" in below
     assert head.split()[0] == "run" and head.split()[-1] == "recipe" and ("attempts" in head) == (columns is None)
     assert {(row.split()[0], row.split()[-1]) for row in rows} == {
         (r.id, h[:7]) for r, h in zip((run, *pair), hashes, strict=True)
@@ -238,7 +240,7 @@ def test_status_shows_nodes_and_jobs_whole_or_not_at_all(
     monkeypatch.setenv("COLUMNS", "80")
     assert type_("status", "b-b") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["attempt", "job", "started", "steps", "ending"] in lines
+    assert ["attempt", "job", "started", "steps", "state"] in lines
     assert [line[1] for line in lines if line[:1] in (["1"], ["2"])] == ["12345678_12"] * 2
     monkeypatch.delenv("COLUMNS")
     assert type_("status", "b-b") == 0
