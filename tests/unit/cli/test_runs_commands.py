@@ -238,7 +238,7 @@ def test_status_shows_nodes_and_jobs_whole_or_not_at_all(
     monkeypatch.setenv("COLUMNS", "80")
     assert type_("status", "b-b") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["attempt", "job", "started", "steps", "ending"] in lines
+    assert ["attempt", "job", "started", "steps", "state"] in lines
     assert [line[1] for line in lines if line[:1] in (["1"], ["2"])] == ["12345678_12"] * 2
     monkeypatch.delenv("COLUMNS")
     assert type_("status", "b-b") == 0
