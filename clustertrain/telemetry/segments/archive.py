@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from clustertrain import reading
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.segments import limits
@@ -146,7 +147,7 @@ def read(folder: Path, pace: Pace, columns: list[str], low: float, high: float) 
 
     ds, tables = [np.empty(0)], [np.empty((0, len(columns)))]
     try:
-        with limits.opened(path_of(folder, pace)) as f:
+        with reading.opened(path_of(folder, pace)) as f:
             file = pq.ParquetFile(f)
             for i in _groups_within(file, low, high):
                 d, rows = _group(file, i, columns)
@@ -169,8 +170,8 @@ def reasons(folder: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
 
     try:
-        with limits.opened(path_of(folder, fields.FAST)) as f:
-            noted = limits.decoded(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
+        with reading.opened(path_of(folder, fields.FAST)) as f:
+            noted = reading.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
     except FileNotFoundError:
         return {}
     except (pa.ArrowException, KeyError, TypeError) as e:

@@ -16,8 +16,9 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from clustertrain import reading
 from clustertrain.telemetry.fields import Pace
-from clustertrain.telemetry.segments.limits import MOST_BYTES, MOST_NUMBER, MOST_S, opened, within
+from clustertrain.telemetry.segments.limits import MOST_BYTES, MOST_NUMBER, MOST_S, within
 from clustertrain.telemetry.segments.rollup import Table
 
 NAME = "samples.jsonl.gz"
@@ -130,7 +131,7 @@ def _is_sound(record: Record) -> bool:
 
 def is_begun(folder: Path) -> bool:
     """Whether the file is empty or begins as one does, if only with the first bytes."""
-    with opened(folder / NAME) as f:
+    with reading.opened(folder / NAME) as f:
         return b"\x1f\x8b".startswith(f.read(2))
 
 
@@ -140,7 +141,7 @@ def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with opened(folder / NAME) as f:
+    with reading.opened(folder / NAME) as f:
         for data in _candidates(f):
             text = _text_of(data)
             if text is not None:
@@ -171,7 +172,7 @@ def read_backwards(folder: Path) -> Iterator[list[Record]]:
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
     """
-    with opened(folder / NAME) as f:
+    with reading.opened(folder / NAME) as f:
         start = end = f.seek(0, 2)
         data, chunk = b"", _CHUNK
         while True:

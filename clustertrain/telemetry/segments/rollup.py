@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from clustertrain import reading
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.segments import limits
 from clustertrain.telemetry.segments.histogram import Column
@@ -222,7 +223,7 @@ def read(folder: Path, step_s: int, width: int, columns: npt.NDArray[np.intp]) -
         ValueError: it is damaged.
     """
     try:
-        data = limits.content(path_of(folder, step_s))
+        data = reading.read_bytes(path_of(folder, step_s), limits.MOST_BYTES)
     except FileNotFoundError:
         return _read_packed(packed_path(folder, step_s), width, columns)
     kind = record_type(width)
@@ -269,9 +270,9 @@ def _shuffled(values: npt.NDArray[Any]) -> bytes:
 
 
 def _read_packed(path: Path, width: int, columns: npt.NDArray[np.intp]) -> Buckets:
-    data = limits.content(path)
+    data = reading.read_bytes(path, limits.MOST_BYTES)
     first, _, rest = data.partition(b"\n")
-    index = limits.decoded(first, _Index)
+    index = reading.decode(first, _Index)
     if len(index.sizes) != 1 + width or sum(index.sizes) != len(rest) or min(index.sizes) < 0:
         raise ValueError(f"{path.name} is damaged")
     if not 0 <= index.rows <= limits.MOST_BYTES // 14:
@@ -279,9 +280,9 @@ def _read_packed(path: Path, width: int, columns: npt.NDArray[np.intp]) -> Bucke
     ends = np.cumsum(index.sizes)
     n = index.rows
     records = np.zeros(n, dtype=record_type(len(columns)))
-    records["d"] = _unshuffled(limits.unpacked(rest[: ends[0]], 8 * n), "<f8", n)
+    records["d"] = _unshuffled(reading.unpacked(rest[: ends[0]], 8 * n, zlib.MAX_WBITS), "<f8", n)
     for to, i in enumerate(columns.tolist()):
-        piece = limits.unpacked(rest[ends[i] : ends[i + 1]], 14 * n)
+        piece = reading.unpacked(rest[ends[i] : ends[i + 1]], 14 * n, zlib.MAX_WBITS)
         records["count"][:, to] = _unshuffled(piece[: 2 * n], "<u2", n)
         for k, name in enumerate(_FIGURES):
             at = 2 * n + 4 * n * k

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from clustertrain import reading
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.segments import limits
@@ -112,13 +112,13 @@ def load(folder: Path) -> Sums | None:
         PermissionError: it may not be read.
     """
     try:
-        data = limits.content(folder / NAME)
+        data = reading.read_bytes(folder / NAME, limits.MOST_BYTES)
     except PermissionError:
         raise
     except OSError:
         return None
     try:
-        sums = limits.decoded(limits.unpacked(data, wbits=16 + zlib.MAX_WBITS), Sums)
+        sums = reading.decode(reading.unpacked(data, limits.MOST_BYTES), Sums)
     except ValueError:
         return None
     return sums if _is_sound(sums) else None
