@@ -212,9 +212,9 @@ def _is(process: psutil.Process, what: str) -> bool:
         "batch": ["-m", "clustertrain", "batch"],
         "agent": ["-m", "clustertrain", "agent"],
         "rank": ["-m", "clustertrain", "train"],
-        "torchrun": ["-m", "torch.distributed.run"],
+        "torchrun": ["torch.distributed.run"],  # behind agent/tied and its argument
     }[what]
-    return any(words[i : i + len(wanted)] == wanted for i in range(1, 4))
+    return any(words[i : i + len(wanted)] == wanted for i in range(1, 6))
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> list[int]:

@@ -150,7 +150,7 @@ with ct.session() as s:
 def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Callable[..., Run]) -> None:
     run = submitted(MEETS, "--nodes", "2", "--gpus", "1")
     run.wait_for_step(2)
-    agents = [p for p in below(run, "clustertrain agent") if p.cmdline()[1:] == ["-m", "clustertrain", "agent"]]
+    agents = [p for p in below(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]]
     (agent,) = [p for p in agents if p.environ()["CLUSTERTRAIN_NODE_RANK"] == "1"]
     node = agent.environ()["CLUSTERTRAIN_NODE"]
     orphans = agent.children(recursive=True)

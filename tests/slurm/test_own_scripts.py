@@ -57,7 +57,9 @@ def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(
     run = submitted("--nodes", "2", "--gpus", "1", str(script))
     run.wait_for_step(2)
     agents = [
-        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[1:] == ["-m", "clustertrain", "agent"]
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if (p.info["cmdline"] or [])[1:] == ["-P", "-m", "clustertrain", "agent"]
     ]
     agent = [p for p in agents if p.environ().get("CLUSTERTRAIN_RUN_DIR") == str(run.path)][-1]
     node = agent.environ()["SLURMD_NODENAME"]
