@@ -65,7 +65,10 @@ class BatchWatch:
             clock.sleep(RETRY_S)
 
     def _decided(self) -> bool:
-        """By the owner, or by the batch process before it ended."""
+        """By the owner, by a newer attempt, or by the batch process before it ended."""
+        with contextlib.suppress(OSError):
+            if self._run.newer_attempt(self._attempt.n) is not None:
+                return True
         return self._run.cancelled.exists() or events.last(events.of_attempt(self._attempt), "ended") is not None
 
     def _ask(self) -> bool:

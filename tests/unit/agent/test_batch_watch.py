@@ -72,7 +72,7 @@ def test_a_killed_batch_process_is_noticed_and_the_job_requeued_once(
     assert "batch process was killed" in str(attempt.reason)
 
 
-@pytest.mark.parametrize("how", ["scancel", "cancel", "decided"])
+@pytest.mark.parametrize("how", ["scancel", "cancel", "decided", "taken over"])
 def test_what_somebody_else_decided_stays(
     how: str, watch: BatchWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
 ) -> None:  # fmt: skip
@@ -82,6 +82,8 @@ def test_what_somebody_else_decided_stays(
         fsio.write_json(watch._run.cancelled, {})
     if how == "decided":
         EventLog(watch._attempt.events_of("batch")).write("ended", ending="hang", reason="…", job_id="7")
+    if how == "taken over":
+        watch._run.attempt(watch._attempt.n + 1).path.mkdir()
     watch.settle()
     assert (watch.settled, requeues(fake_slurm)) == (True, [])
 
