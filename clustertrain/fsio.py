@@ -196,13 +196,17 @@ def claim_folder(path: Path, *, mode: int | None = None) -> bool:
 def name_folder(made: Path, name: Path) -> bool:
     """Give a folder with something in it, made beside ``name``, that name; False when somebody else's has it. The
     rename is atomic on NFS and Lustre, and whoever sees the folder sees all that is in it."""
+    inode = made.stat().st_ino
     try:
         made.rename(name)
     except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        # An NFS client that got no answer asks again, and finds that its first request was carried out.
+        if e.errno != errno.ENOENT or not name.is_dir() or name.stat().st_ino != inode:
             raise
-        return False
-    fsync_folder(name.parent)
+    with contextlib.suppress(OSError):  # it has the name: whoever tried again would meet itself
+        fsync_folder(name.parent)
     return True
 
 

@@ -45,6 +45,8 @@ class PrintableStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # click writes past this stream where the encoding is ASCII
+            raise AttributeError(name)
         return getattr(self.raw, name)
 
 

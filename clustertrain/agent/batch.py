@@ -100,7 +100,7 @@ class Batch:
         if step.orphaned:
             return EXIT_FAILED  # whoever continues the run closes this attempt
         self._close_requests(step)
-        lost = self._lost()
+        lost = self._lost(step)
         if lost:  # what becomes of the run is decided elsewhere
             print(f"clustertrain: attempt {self.attempt.n} decides nothing: {lost}", flush=True)
             return EXIT_NO_REQUEUE
@@ -121,7 +121,7 @@ class Batch:
             return EXIT_FAILED
         self._close(verdict, evidence)
         decision = decide(verdict, attempts.charged(self.run), self.spec.job.max_requeues)
-        if decision.action == "requeue" and step.new_options:
+        if decision.action in ("requeue", "resubmit") and step.new_options:
             decision = replace(decision, action="resubmit", options=step.new_options)
         if step.late_request:
             self._answer_request(None if decision.action in ("requeue", "resubmit") else decision.why)
@@ -237,11 +237,13 @@ class Batch:
         if step.taken_over:
             self._abort(step)
 
-    def _lost(self) -> str:
+    def _lost(self, step: Step) -> str:
         """Why the run is not this attempt's any more; empty while it is."""
         newer = self._newer_attempt()
         if newer is not None:
             return f"taken over by attempt {newer}"
+        if step.taken_over:  # and the file system does not answer now
+            return "taken over by a newer attempt"
         try:
             self.run.path.stat()
         except FileNotFoundError:

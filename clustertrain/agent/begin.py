@@ -43,8 +43,9 @@ def begin(backend: Backend) -> tuple[RunDir, RunSpec, Claim]:
 def leave(backend: Backend, e: OSError) -> int:
     """Give the nodes back, and the run another chance; returns the exit code."""
     job_id = backend.own_job_id(os.environ)
-    if job_id is not None and int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0) < REQUEUES:
-        with contextlib.suppress(ClusterTrainError):
+    restarts = int(os.environ.get(settings.SLURM_RESTART_COUNT) or 0)
+    if job_id is not None and backend.name == "slurm" and restarts < REQUEUES:
+        with contextlib.suppress(ClusterTrainError, OSError):
             backend.requeue(job_id)
             print(f"clustertrain batch: requeued: {e}", file=sys.stderr, flush=True)
             return EXIT_STOPPED

@@ -73,7 +73,8 @@ class Agent:
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
             if self.batch.gone():
-                self.batch.settle(NO_ANSWER_S)
+                with contextlib.suppress(OSError):
+                    self.batch.settle(NO_ANSWER_S)
             hurried = result.ending == "stopped" or self._hurried()
             self.tracking.ask_to_stop()
             recording.stop(HURRIED_STOP_S if hurried else STOP_S)
@@ -251,7 +252,8 @@ class Agent:
             if self.stopping is None:
                 self.batch.stop_others()
                 self._stop_ranks("batch killed", self.place.grace_s)
-            self.batch.settle()
+            with contextlib.suppress(OSError):  # the file system; the next round tries again
+                self.batch.settle()
 
     def _heed_signals(self) -> None:
         if self._signal_source() != "deadline":

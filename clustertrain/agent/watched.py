@@ -65,6 +65,8 @@ class Watched:
         rest = [r for r in self._ranks if r not in records]
         passed = read_left(self._folder, rest)
         at_end = completed and (bool(records) or len(passed) == len(rest))
+        # A rank whose process cannot be found may be working: setproctitle overwrites the environment that shows it.
+        at_end = at_end and set(rest) <= self._processes().keys()
         used_s = self._used_s(rest) if at_end else {}
         if self._at_end.hangs(now, at_end and self._others_done(), used_s):
             self.hung = frozenset(rest)

@@ -13,6 +13,7 @@ from clustertrain import clock, reading
 from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable
+from clustertrain.printable import raw as unescaped
 from clustertrain.run.folder import RunDir, readable
 
 POLL_S = 0.3
@@ -47,10 +48,10 @@ def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, nod
             printed = True
             if path is not None:
                 click.echo(f"==> {path.relative_to(run.path)} <==", err=True)
-            sys.stdout.buffer.write(chunk if shown is None else shown.of(path, chunk))
+            unescaped(sys.stdout).buffer.write(chunk if shown is None else shown.of(path, chunk))
             sys.stdout.flush()
     if shown is not None:
-        sys.stdout.buffer.write(shown.rest())
+        unescaped(sys.stdout).buffer.write(shown.rest())
     if not printed and not follow:
         raise NotFound(
             _why_none(run, rank, attempt, job, node), fix=f"`clustertrain status {run.id}` shows its attempts"

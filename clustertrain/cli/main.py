@@ -16,7 +16,7 @@ GC_THRESHOLD = 100_000
 # What a file system reports about a path or its disk: no mistake of this program.
 _OF_FILES = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
-    | {errno.ENOTDIR}
+    | {errno.ENOTDIR, errno.ETIMEDOUT}
 )
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.

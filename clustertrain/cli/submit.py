@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from clustertrain import reading
 from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
@@ -145,7 +146,7 @@ def _look_behind(target: str | None, args: tuple[str, ...]) -> None:
 
 def _mentions(script: str, pattern: str) -> bool:
     try:
-        return re.search(pattern, Path(script).read_text(errors="replace")) is not None
+        return re.search(pattern, reading.read_bytes(Path(script)).decode(errors="replace")) is not None
     except OSError:  # said where the script is looked for
         return True
 

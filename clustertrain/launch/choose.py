@@ -44,7 +44,7 @@ def backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
         if purpose == "dry-run":
             return slurm
         raise EnvironmentNotFit(why, fix="submit on a login node, or run it on this machine with --backend local")
-    if silent or asked:
+    if purpose != "here" and (silent or asked):
         reason = f"{why}; {' and '.join(asked)} ask{'s' * (len(asked) == 1)} for a cluster" if asked else why
         raise EnvironmentNotFit(
             f"{reason}. Nothing was started",

@@ -90,7 +90,7 @@ def backend_of(run: RunDir) -> Backend:
     """The backend that the run was submitted to."""
     submitted = events.last(events.of_run(run), "submitted")
     named = (submitted or {}).get("backend") or load_spec(run).job.backend
-    return of_run(str(named))
+    return of_run(named if named in ("local", "slurm") else load_spec(run).job.backend)
 
 
 def job_of(run: RunDir, history: Sequence[Attempt]) -> str | None:

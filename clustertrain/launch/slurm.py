@@ -119,7 +119,8 @@ class SlurmBackend(Backend):
         return accounting.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
 
     def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
-        wanted = sorted({_checked(job_id) for job_id in job_ids})
+        # Ids come from the files of many runs: a bad one must not keep the others from an answer.
+        wanted = sorted({job_id for job_id in job_ids if _JOB_ID.fullmatch(job_id)})
         if not wanted:
             return {}
         done = _ask(
@@ -130,7 +131,7 @@ class SlurmBackend(Backend):
         if done.returncode:
             # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
             if _UNKNOWN_JOB in done.stderr:
-                return {}
+                return {} if len(wanted) == 1 else {k: v for one in wanted for k, v in self.views([one]).items()}
             raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}", fix="see whether `squeue` answers")
         views = accounting.read_squeue(done.stdout)
         return {job_id: views[job_id] for job_id in wanted if job_id in views}

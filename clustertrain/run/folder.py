@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -269,12 +270,15 @@ def _create(folder: Path, name: str, share: bool, inside: Sequence[str]) -> Path
 
 
 def open_run(path: Path) -> RunDir:
-    """Raises NotFound when ``path`` is no run directory, NotReadable when it may not be looked into."""
+    """Raises NotFound when ``path`` is no run directory, NotReadable when it may not be looked into, OSError when the
+    file system does not answer."""
     try:
         (path / "spec.toml").stat()
     except PermissionError as e:
         raise refused(path) from e
     except OSError as e:
+        if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise
         raise NotFound(f"{path}: no run directory (spec.toml is missing)") from e
     return RunDir(path)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?|local-[0-9]{1,18}")
+JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,9})?|local-[0-9]{1,18}")  # Slurm's have 32 bits
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _NODES = re.compile(r"[A-Za-z0-9][][A-Za-z0-9._,-]*")  # a list of Slurm's, as n[1-4],n7
 OPTIONS = frozenset({"time", "partition", "qos", "account", "exclude", "nodelist"})  # of `clustertrain requeue`

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from clustertrain import reading
 from clustertrain.errors import ConfigError
 from clustertrain.spec import bounds, elsewhere, parsing, remedies
 from clustertrain.spec.walk import fields_of, parts_of, places_of, struct_of, type_at, value_at
@@ -150,12 +151,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """Raises ConfigError for a missing or unreadable file."""
     try:
-        content = path.read_bytes()
+        content = reading.read_bytes(path)
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ConfigError(f"{path}: is UTF-16", fix="save it as UTF-8, which is all that TOML may be")
         return content.decode("utf-8-sig").replace("\r\n", "\n")  # editors of Windows begin UTF-8 with a BOM
     except FileNotFoundError as e:
         raise ConfigError(f"{path}: no such file") from e
+    except reading.UnusableFile as e:
+        raise ConfigError(e.message, fix=e.fix) from e
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: cannot be read: {e}") from e
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 
 import click
@@ -86,3 +88,12 @@ def test_json_is_safe_and_the_same(text: str, capsys: pytest.CaptureFixture[str]
         whole, line = said[: said.rindex("\n{")], said[said.rindex("\n{") :]
         shown = {"a": [printable(text)], printable(text): 1.5} if text == "\ud800" else value
         assert json.loads(whole) == json.loads(line) == shown
+
+
+def test_an_ascii_terminal_gets_no_control_characters_either() -> None:
+    """click replaces a stream whose encoding is ASCII by one over its buffer."""
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-m", "clustertrain", "cluster", "show", "x\x1b]52;c;aGk=\x07y"]
+    done = subprocess.run(argv, env=env, capture_output=True, check=False, timeout=60)
+    assert done.returncode and b"52;c" in done.stderr
+    assert b"\x1b" not in done.stderr + done.stdout and b"\x07" not in done.stderr + done.stdout

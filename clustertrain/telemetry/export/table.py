@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.printable import printable
+from clustertrain.printable import printable, raw
 from clustertrain.run.beat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
@@ -110,8 +110,9 @@ def write_parquet(
 def _target(path: str | Path) -> Iterator[IO[bytes]]:
     if str(path) == STDOUT:
         with _until_the_reader_leaves():
-            yield sys.stdout.buffer
-            sys.stdout.buffer.flush()
+            out = raw(sys.stdout).buffer  # type: ignore[attr-defined]  # the words of the table are escaped
+            yield out
+            out.flush()
         return
     out = Path(path)
     if out.exists() and not out.is_file():

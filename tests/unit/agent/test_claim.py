@@ -226,6 +226,23 @@ def test_a_run_that_ends_while_earlier_attempts_are_looked_at_is_not_started_aga
         claim(run, me("9"), AsksWhileAnotherStarts(meanwhile))
 
 
+def test_a_claim_that_an_nfs_client_asked_for_twice_is_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the first request was lost: the second one finds nothing to rename."""
+    rename = Path.rename
+
+    def twice(self: Path, target: Path) -> Path:
+        rename(self, target)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", twice)
+    made, name = run.attempts_folder / ".claim", run.attempts_folder / "1"
+    made.mkdir(parents=True)
+    (made / "attempt.json").write_text("{}")
+    assert fsio.name_folder(made, name)
+    with pytest.raises(FileNotFoundError):
+        fsio.name_folder(run.attempts_folder / ".never", run.attempts_folder / "2")
+
+
 def test_a_claim_that_fails_leaves_nothing(run: RunDir) -> None:
     claim(run, me("7"), FakeScheduler())
     with pytest.raises(NotOwner):

@@ -62,6 +62,13 @@ def test_a_rank_that_sleeps_after_all_others_have_completed(tmp_path: Path, torc
     assert hung_after_patience(watched(tmp_path, torchrun)) == {5}
 
 
+def test_a_rank_whose_process_cannot_be_found_may_be_working(tmp_path: Path, torchrun: int) -> None:
+    """setproctitle overwrites the environment that shows a process's rank."""
+    one = Watched(tmp_path, [4, 6], torchrun, lambda: True)
+    record(tmp_path, 4, "completed")
+    assert not hung_after_patience(one)
+
+
 def test_ranks_that_sleep_after_their_last_step(tmp_path: Path, torchrun: int) -> None:
     for rank in (4, 5):
         record(tmp_path, rank, "completed", "left")

@@ -95,6 +95,13 @@ def huge_step(run: RunDir) -> None:
         f.write(f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n')
 
 
+def other_backend(run: RunDir) -> None:
+    """A job id that only the other backend can have, which would be in one question with those of other runs."""
+    log = fsio.Appender(run.events / "submit-again.jsonl")
+    log.append({"t": time.time() - 40, "event": "submitted", "job_id": "local-1", "backend": "slurm"})
+    log.close()
+
+
 def fifo(path: Callable[[RunDir], Path]) -> Callable[[RunDir], None]:
     def put(run: RunDir) -> None:
         path(run).unlink(missing_ok=True)
@@ -115,6 +122,7 @@ DAMAGE = {
     "a deep line of events": deep_event,
     "a deep row": deep_row,
     "a step of 400 digits": huge_step,
+    "a job id of the other backend": other_backend,
     "FIFO for events": fifo(lambda run: run.attempt(1).events_of("agent-a")),
     "FIFO for attempt.json": fifo(lambda run: run.attempt(1).record),
     "FIFO for spec.toml": fifo(lambda run: run.spec),
