@@ -50,9 +50,9 @@ class PrintableStream:
         return getattr(self.raw, name)
 
 
-def raw(stream: IO[str]) -> IO[str]:
+def raw(stream: IO[str]) -> TextIO:
     """The stream behind a :class:`PrintableStream`, for who sends the terminal commands and escapes text itself."""
-    return stream.raw if isinstance(stream, PrintableStream) else stream
+    return stream.raw if isinstance(stream, PrintableStream) else cast(TextIO, stream)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def opened(path: Path, *, piped: bool = False) -> Iterator[BinaryIO]:
         fd = os.open(path, os.O_RDONLY | (0 if piped else os.O_NONBLOCK) | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as e:
         if e.errno == errno.ELOOP:
-            raise UnusableFile(path, "is a link that leads to itself") from e
+            raise UnusableFile(path, "is a link that points to itself") from e
         raise
     with os.fdopen(fd, "rb") as file:
         _refuse_kind(path, os.fstat(fd).st_mode, piped)
@@ -124,7 +124,7 @@ def read_struct(path: Path, kind: type[T], limit: int = DOCUMENT_BYTES) -> T:
     try:
         return decode(read_bytes(path, limit), kind)
     except msgspec.MsgspecError as e:
-        raise UnusableFile(path, f"is not what it should be: {e}") from e
+        raise UnusableFile(path, f"does not have the expected content: {e}") from e
 
 
 def parse(text: str | bytes) -> Any:

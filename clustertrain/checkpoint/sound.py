@@ -25,7 +25,7 @@ def wrong_name(name: str) -> str | None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "is outside of the checkpoint"
-    return "is no name of a file" if not path.parts or "\0" in name else None
+    return "is not a valid file name" if not path.parts or "\0" in name else None
 
 
 def wrong_form(dtype: str, itemsize: int, shape: Sequence[int]) -> str | None:

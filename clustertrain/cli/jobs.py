@@ -251,7 +251,8 @@ def _end_jobs(looks: Sequence[Look]) -> set[RunDir]:
         except CommandFailed as e:
             ending.update(ids)
             note = (
-                "the cancel marker stands: a running attempt ends within a minute, a waiting job as soon as it starts"
+                "the run is marked as cancelled: a running attempt ends within a minute, a waiting job as soon as it "
+                "starts"
             )
             click.echo(f"note: the scheduler gave no answer ({e.message}); {note}", err=True)
             again = " ".join(run.id for run in ids)
@@ -274,6 +275,21 @@ def _refuse_spent(run: RunDir) -> None:
     why = budget.spent(contract, budget.of_run(run, contract, clock.now()))
     if why:
         raise ClusterTrainError(f"{run.id}: {why}", fix=f"raise the limits under [recipe.contract] in {run.spec}")
+
+
+def _refuse_used_up(run: RunDir) -> None:
+    """Raises ClusterTrainError for a running run that would stop for good instead of starting again."""
+    from clustertrain.launch.requeue import budget_spent
+    from clustertrain.run import attempts, endings
+    from clustertrain.run.spec import load_spec
+
+    why = budget_spent(endings.PREEMPTED, attempts.charged(run), load_spec(run).job.max_requeues)
+    if why:
+        raise ClusterTrainError(
+            f"{run.id} would not start again: {why}",
+            fix=f"clustertrain cancel {run.id}; clustertrain wait {run.id}; clustertrain requeue {run.id}  (the count "
+            "starts over)",
+        )
 
 
 @click.command()
@@ -310,6 +326,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
             f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continuing.after_cancel(run)
         )
     if seen.state == "running" and seen.history[-1].job_id == job_id:
+        _refuse_used_up(run)
         continuing.ask(run, run.attempt(seen.history[-1].n), given)
     elif not seen.final:
         raise ClusterTrainError(f"{run.id} is waiting already, as job {seen.job_id}")

@@ -28,7 +28,7 @@ CHUNK = 1 << 16
 @click.option("--attempt", type=click.IntRange(min=1), help="Only this attempt's.")
 @click.option("--job", is_flag=True, help="Instead of a rank's: what the batch script, srun and Slurm printed.")
 @click.option("--node", metavar="NAME", help="Instead of a rank's: what torchrun printed on this node.")
-@click.option("--raw", is_flag=True, help="Into a pipe or a file: each byte as it was printed, colors as well.")
+@click.option("--raw", is_flag=True, help="For a pipe or a file: print the log unchanged, colors included.")
 def logs(name: str, follow: bool, rank: int, attempt: int | None, job: bool, node: str | None, raw: bool) -> None:
     """Print the log of one rank of RUN.
 

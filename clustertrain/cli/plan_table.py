@@ -54,6 +54,8 @@ def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
         text = reading.read_bytes(source, piped=True).decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
         rows = [{name: value or "" for name, value in row.items() if name is not None} for row in reader]
+    except reading.UnusableFile as e:
+        raise ConfigError(e.message, fix="name a CSV file") from e
     except (UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(f"{source} is not a CSV table: {e}") from None
     columns = list(reader.fieldnames or [])

@@ -25,8 +25,8 @@ def notes(spec: AlertsSpec, *, share: bool, environ: Container[str], given: Cont
         found += _of_file(Path(spec.webhook_file))
     if share and len(spec.command) > 1:
         found.append(
-            "telemetry.alerts.command: its arguments stand in spec.toml, which --share lets the group read; give "
-            "a token with --env"
+            "telemetry.alerts.command: its arguments are stored in spec.toml, which --share makes readable by the "
+            "group; pass a token with --env"
         )
     parts = urlsplit(spec.webhook)
     if parts.scheme == "http" and parts.hostname not in _HERE:
@@ -36,7 +36,7 @@ def notes(spec: AlertsSpec, *, share: bool, environ: Container[str], given: Cont
 
 def _of_variable(name: str, environ: Container[str], given: Container[str]) -> list[str]:
     if name in given:
-        return [f"telemetry.alerts.webhook_env: {name} is given by [env], which stands in spec.toml and job.sh"]
+        return [f"telemetry.alerts.webhook_env: {name} is set in [env], which is stored in spec.toml and job.sh"]
     if name not in environ:
         return [f"telemetry.alerts.webhook_env: {name} is not set here, and the job inherits this environment"]
     return []

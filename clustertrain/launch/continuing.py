@@ -43,7 +43,7 @@ def ask(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
         if pending["options"] != dict(options):
             raise ClusterTrainError(
                 f"{run.id} is being requeued already, {_in_words(pending['options'])}, asked for by "
-                f"{pending.get('by', 'somebody')}: this request was not added",
+                f"{pending.get('by', 'somebody')}: this request was ignored",
                 fix=f"when the next attempt runs: clustertrain requeue {run.id}{_as_typed(options)}",
             )
     answers: list[events.Event] = []
@@ -54,8 +54,8 @@ def ask(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
 
     if not clock.wait_until(answered, ANSWER_S, 0.5):
         raise ClusterTrainError(
-            f"attempt {attempt.n} of {run.id} has not answered for {ANSWER_S:g} s. The request stands, and counts if "
-            "the attempt's batch process still runs",
+            f"attempt {attempt.n} of {run.id} has not answered for {ANSWER_S:g} s. The request remains in place, and "
+            "takes effect if the attempt's batch process is still running",
             fix=f"see `clustertrain status {run.id}`",
         )
     if not answers[-1].get("taken"):

@@ -144,7 +144,7 @@ def _refuse_missing_gpu(prepared: Prepared) -> None:
     asked = prepared.spec.job.gpu_type
     named = f" (job.gpu_type = {asked!r} asks for one)" if asked else ""
     raise EnvironmentNotFit(
-        f"device cuda{named}, and this machine has no GPU",
+        f"device is cuda{named}, but this machine has no GPU",
         fix="use --device cpu, or submit on a login node of the cluster that has them",
     )
 
@@ -224,7 +224,7 @@ def outside_notes(taken: Snapshot | None) -> list[str]:
     """What of the code was not copied, or from somewhere else."""
     if taken is None:
         return []
-    notes = [f"not in the snapshot, used where it is: {link}" for link in taken.outside]
+    notes = [f"not copied, the job will use the original: {link}" for link in taken.outside]
     if taken.followed:
         notes.append(f"{taken.script} is a link out of {taken.root}; copied is {taken.followed}")
     if taken.secrets:

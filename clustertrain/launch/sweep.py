@@ -76,6 +76,10 @@ def product(given: Sequence[str], assignments: Iterable[str], option: str = OPTI
         key, text = assigned(one, option)
         if key in taken or key in axes:
             raise UsageError(f"{option} {one}: {key} is given twice", fix=f"give all its values in one {option}")
+        if key == "telemetry.alerts.webhook":
+            raise UsageError(
+                f"{option} {key}: a webhook is a secret, and the values of a sweep are recorded", fix="use --set"
+            )
         axes[key] = _values(f"{option} {one}", key, text.strip())
     sizes = [len(values) for values in axes.values()]
     if math.prod(sizes) > MOST_RUNS:

@@ -28,12 +28,12 @@ def odd(folder: Path, kind: str) -> Path:
             s.bind(str(path))
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    elif kind == "leads to itself":
+    elif kind == "points to itself":
         path.symlink_to("odd")
     return path
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "leads to itself"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "device", "points to itself"])
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
     path = odd(tmp_path, kind)
     for read in (reading.read_bytes, fsio.read_json, lambda p: list(fsio.read_lines(p))):

@@ -110,9 +110,9 @@ def write_parquet(
 def _target(path: str | Path) -> Iterator[IO[bytes]]:
     if str(path) == STDOUT:
         with _until_the_reader_leaves():
-            out = raw(sys.stdout).buffer  # type: ignore[attr-defined]  # the words of the table are escaped
-            yield out
-            out.flush()
+            stdout = raw(sys.stdout).buffer  # the text in the table is escaped
+            yield stdout
+            stdout.flush()
         return
     out = Path(path)
     if out.exists() and not out.is_file():

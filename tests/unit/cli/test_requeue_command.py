@@ -180,6 +180,12 @@ def test_of_two_requests_the_one_with_other_options_is_refused_and_says_what_to_
     assert json.loads(running.attempt(1).requeue_asked.read_text())["options"] == {}
 
 
+def test_a_request_that_would_end_the_run_is_refused(running: RunDir) -> None:
+    running.spec.write_text('version = 1\n[job]\nbackend = "local"\nmax_requeues = 0\n')
+    assert "would not start again: --max-requeues 0 is used up" in refusal(call(running))
+    assert not running.attempt(1).requeue_asked.exists()
+
+
 def test_a_request_that_comes_when_the_attempt_is_ending_is_refused(running: RunDir) -> None:
     assert fsio.create_json(running.attempt(1).requeue_asked, {"too_late": clock.now()})
     assert "too late" in refusal(call(running))

@@ -165,7 +165,7 @@ def test_with_slurmctld_away_the_markers_stand_and_slurm_is_asked_once(
     assert type_("cancel", "--json", three["sweep"]) == 0
     out, err = capsys.readouterr()
     assert {row["state"] for row in json.loads(out)} == {"cancelling"}
-    assert "Unable to contact" in err and "marker stands" in err
+    assert "Unable to contact" in err and "marked as cancelled" in err
     assert (len(fake_slurm.calls("squeue")) - before, len(fake_slurm.calls("scancel"))) == (2, 0)
     assert all((Path(row["run_dir"]) / "cancelled.json").exists() for row in three["runs"])
 

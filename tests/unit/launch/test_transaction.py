@@ -108,7 +108,7 @@ def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm,
         (project / name).write_text(SECRET)
     done = ask(tmp_path, "project/train.py", snapshot_include=("key*",))
     assert [note for note in done.notes if note.startswith("not ")] == [
-        "not in the snapshot, used where it is: data -> /usr/share",
+        "not copied, the job will use the original: data -> /usr/share",
         "not copied: .env, id_rsa (look like secrets); copy with --snapshot-include .env",
     ]
     assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
