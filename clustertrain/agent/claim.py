@@ -120,7 +120,7 @@ def _recorded(run: RunDir, n: int, beaten_to: Sequence[int]) -> Attempt:
     """
     record = run.attempt(n).record
     if not clock.wait_until(lambda: fsio.peek_json(record) is not None, RECORD_S) and n in beaten_to:
-        raise NotOwner(f"attempt {n} of {run.id} was claimed just now, by whom does not read: {record}")
+        raise NotOwner(f"attempt {n} of {run.id} was claimed just now, and its record cannot be read: {record}")
     return attempts.read_one(run, run.attempt(n))
 
 
