@@ -72,21 +72,25 @@ class Agent:
             result = self._ranks()
             fsio.write_json(p.attempt.result_of(p.node), result.to_json())
             self.log.write("ranks_ended", node=p.node, ending=result.ending, exit_code=result.exit_code)
-            if self.batch.gone():
-                with contextlib.suppress(OSError):
-                    self.batch.settle(NO_ANSWER_S)
+            self._settle_for_batch()
             hurried = result.ending == "stopped" or self._hurried()
             self.tracking.ask_to_stop()
             recording.stop(HURRIED_STOP_S if hurried else STOP_S)
             self.tracking.stop(HURRIED_TRACKING_S if hurried else TRACKING_S)
             if not hurried:
                 recording.compact(self._hurried)
+                self._settle_for_batch()
             return result
         finally:
             recording.stop()
             self.tracking.stop(0.0)
             self.log.close()
             shutil.rmtree(self.rank_dir, ignore_errors=True)
+
+    def _settle_for_batch(self) -> None:
+        if self.batch.gone():
+            with contextlib.suppress(OSError):
+                self.batch.settle(NO_ANSWER_S)
 
     def _hurried(self) -> bool:
         """Whether this node is to be left now: somebody has asked to stop, or given up on the step."""

@@ -46,7 +46,7 @@ class Sequel:
         if self.run.cancelled.exists():
             return self._give_up(CANCELLED, EXIT_NO_REQUEUE)
         if view is not None and view.restarts > self.restart:
-            self.log.write("requeued", how="slurm", job_id=self.job_id)
+            self.log.write("requeued", how="slurm", job_id=self.job_id, options=dict(decision.options))
             return EXIT_STOPPED
         ending = view is not None and view.state != RUNNING and view.preempt_time is None
         if ending and verdict.ending != endings.TIME_LIMIT:
