@@ -24,6 +24,7 @@ from clustertrain.telemetry.segments.rollup import Table
 NAME = "samples.jsonl.gz"
 _MAGIC = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # no name, no time
 _TAIL = struct.Struct("<II")  # CRC-32 and size
+_MEMBER_BYTES = 1 << 24
 _CHUNK = 1 << 18
 _SAMPLES = b'{"kind":"samples"'
 _EXACT = 2.0**53  # whole numbers of double precision
@@ -149,10 +150,12 @@ def read(folder: Path, *, notes_only: bool = False) -> Iterator[Record]:
 
 
 def _candidates(f: BinaryIO) -> Iterator[memoryview]:
-    """From each beginning of a member up to the next, or to the end of the file."""
-    data = b""
+    """From each beginning of a member up to the next, or to the end of the file; of a file that no sampler writes,
+    in its first bytes."""
+    data, left = b"", MOST_BYTES
     while True:
-        chunk = f.read(_CHUNK)
+        chunk = f.read(min(_CHUNK, left))
+        left -= len(chunk)
         data += chunk
         at = data.find(_MAGIC)
         while at >= 0:
@@ -163,7 +166,9 @@ def _candidates(f: BinaryIO) -> Iterator[memoryview]:
             at = following
         if not chunk:
             return
-        data = data[at:] if at >= 0 else data[1 - len(_MAGIC) :]
+        # A flush is much smaller: what goes on longer is damaged.
+        goes_on = at >= 0 and len(data) - at <= _MEMBER_BYTES
+        data = data[at:] if goes_on else data[1 - len(_MAGIC) :]
 
 
 def read_backwards(folder: Path) -> Iterator[list[Record]]:

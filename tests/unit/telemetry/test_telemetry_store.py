@@ -339,3 +339,10 @@ def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> N
     writer.begin(Header(node="n1", t=T0, mono=0.0, interval_s=1.0, fast=["host.cpu"]))
     with pytest.raises(ValueError, match="2 values for 1 columns"):
         writer.fast(0.0, np.zeros(2))
+
+
+def test_a_file_that_no_sampler_writes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / blocks.NAME
+    path.write_bytes(blocks._MAGIC + bytes(100))
+    os.truncate(path, 50 << 30)  # sparse: reading all of it would take minutes
+    assert list(blocks.read(tmp_path)) == []
