@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from clustertrain import schema
 from clustertrain.errors import ClusterTrainError
 
 MIB = 1 << 20
@@ -122,7 +123,7 @@ def read_json(path: Path, limit: int = DOCUMENT_BYTES) -> Any:
 def read_struct(path: Path, kind: type[T], limit: int = DOCUMENT_BYTES) -> T:
     """As :func:`read_bytes`, as a ``kind``. Raises UnusableFile also where it is not one."""
     try:
-        return decode(read_bytes(path, limit), kind)
+        return schema.decode(read_bytes(path, limit), kind)
     except msgspec.MsgspecError as e:
         raise UnusableFile(path, f"does not have the expected content: {e}") from e
 
@@ -150,16 +151,6 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, list):
         return [_encodable(inner) for inner in value]
     return _HALF.sub("\ufffd", value) if isinstance(value, str) else value
-
-
-def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """JSON as a ``kind``. Raises msgspec.DecodeError for anything else, for what is nested too deep as well."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except RecursionError:
-        raise msgspec.DecodeError("nested too deep") from None
-    except UnicodeDecodeError as e:
-        raise msgspec.DecodeError(f"not UTF-8: {e.reason}") from None
 
 
 def is_deep(value: Any) -> bool:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from clustertrain import clock, proc, settings
+from clustertrain import clock, proc, schema, settings
 from clustertrain.agent import rendezvous, scratch, torchrun
 from clustertrain.agent.results import NodeResult, Seen, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
@@ -116,7 +114,7 @@ def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str,
         result, said = _run(prepared, search, run, environ)
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
-            measured = [msgspec.json.decode(f.read_bytes(), type=Measured) for f in files]
+            measured = [schema.decode(f.read_bytes(), Measured) for f in files]
             return trials.judged(measured, search, split, ASSUMED_CPU_GIB)
     if _of_memory(result, said):
         usable = search.usable(split.micro_batch)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from clustertrain import clock, proc
+from clustertrain import clock, proc, schema
 from clustertrain.checkpoint import local, writer
 from clustertrain.checkpoint.remote import Upload
 from clustertrain.checkpoint.trouble import Trouble, told
@@ -221,7 +221,7 @@ class Background:
         try:
             if not self._pipe.poll(timeout_s):
                 return None
-            return msgspec.json.decode(self._pipe.recv_bytes(), type=Outcome)
+            return schema.decode(self._pipe.recv_bytes(), Outcome)
         except (EOFError, OSError) as e:
             how = self._bury()
             raise WriterDied(f"the process that writes checkpoints {how}") from e

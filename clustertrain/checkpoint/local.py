@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import fsio
+from clustertrain import fsio, schema
 from clustertrain.checkpoint import integrity, points, writer
 from clustertrain.checkpoint.blocks import read_into
 from clustertrain.checkpoint.engines import Engine, engine
@@ -151,7 +151,7 @@ def _verified(near: Path, rank: int) -> Part:
     """What is there, as it was written: a disk that garbles it must not do so to the checkpoint."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     try:
-        part = msgspec.json.decode(writer.done_file(near, rank).read_bytes(), type=Part)
+        part = schema.decode(writer.done_file(near, rank).read_bytes(), Part)
         for shard in map(writer.shard, part.segments, part.places, part.blocks):
             for at in range(0, shard.nbytes, PIECE_BYTES):
                 read_into(buffer[: min(PIECE_BYTES, shard.nbytes - at)], near, shard, at)

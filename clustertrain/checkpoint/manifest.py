@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from clustertrain import fsio
+from clustertrain import fsio, schema
 from clustertrain.checkpoint import sound
 from clustertrain.checkpoint.integrity import checksum, fits
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder, inside
@@ -202,8 +202,8 @@ def _content(path: Folder, most: int) -> bytes:
 
 def _decoded(path: Folder, data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        return schema.decode(data, kind)
+    except msgspec.MsgspecError as e:
         raise Damaged(f"{path}: cannot be read: {e}") from e
 
 

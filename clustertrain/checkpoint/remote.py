@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points, retention
@@ -285,7 +285,7 @@ class Uploader:
 
     def _hear(self) -> Said | None:
         try:
-            said = msgspec.convert(fsio.peek_json(self._root / SAID), Said)
+            said = schema.convert(fsio.peek_json(self._root / SAID), Said)
         except msgspec.ValidationError:
             return None
         return said if said.attempt == self._job.attempt else None

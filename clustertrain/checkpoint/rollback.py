@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import fsio
+from clustertrain import fsio, schema
 from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import points, retention
@@ -52,8 +52,8 @@ def read(root: Path) -> list[RollBack]:
     except FileNotFoundError:
         return []
     try:
-        return msgspec.json.decode(data, type=list[RollBack])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        return schema.decode(data, list[RollBack])
+    except msgspec.MsgspecError as e:
         raise CheckpointError(f"{path}: cannot be read: {e}", fix="restore the file from a copy") from e
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, schema
 from clustertrain.checkpoint import fence, integrity, points, retention
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.engines import Engine, engine
@@ -243,7 +243,7 @@ def _all_parts(folder: Path, job: Commit, go_on: Callable[[], bool]) -> list[Par
             path = done_file(folder, rank)
             if rank not in parts and path.name in there:
                 with suppress(FileNotFoundError, msgspec.DecodeError):  # not all there yet
-                    parts[rank] = msgspec.json.decode(patiently(path.read_bytes, path), type=Part)
+                    parts[rank] = schema.decode(patiently(path.read_bytes, path), Part)
         return len(parts) == job.world_size or not go_on()
 
     clock.wait_until(look, job.patience_s, 0.05)

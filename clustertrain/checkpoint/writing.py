@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import clock
+from clustertrain import clock, schema
 from clustertrain.checkpoint import local
 from clustertrain.checkpoint.background import Abandon, Memory, Message, Outcome, perform
 from clustertrain.checkpoint.engines import engine
@@ -94,7 +94,7 @@ class Inbox:
                 while not self._pipe.poll(1.0):
                     if self.orphaned:
                         return
-                message = msgspec.json.decode(self._pipe.recv_bytes(), type=Message)
+                message = schema.decode(self._pipe.recv_bytes(), Message)
                 if isinstance(message, Memory):
                     fd = reduction.recv_handle(self._pipe)
                     self._memory[message.index] = mmap.mmap(fd, message.size, access=mmap.ACCESS_READ)

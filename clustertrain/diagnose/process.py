@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import proc
+from clustertrain import proc, schema
 from clustertrain.agent import scratch
 from clustertrain.diagnose.names import Finding, Verdict, overall
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
@@ -99,7 +99,7 @@ def diagnose(
                 elif "progress" in told:
                     tell(*told["progress"])
                 else:
-                    findings.append(msgspec.convert(told["finding"], Finding))
+                    findings.append(schema.convert(told["finding"], Finding))
                     found(findings[-1])
     return Diagnosis(recipe=recipe, device=device, checks=findings, verdict=overall(f.verdict for f in findings))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain import clock, fsio, proc, settings
+from clustertrain import clock, fsio, proc, schema, settings
 from clustertrain.checkpoint import offline
 from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
@@ -162,7 +162,7 @@ class _Rehearsal:
         path = self._run.metrics_of(attempt)
         if not path.exists():
             return {}
-        found = [msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+        found = [schema.decode(line, dict[str, Any]) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
         return {row["step"]: row for row in found}
 
     def digest(self, step: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import proc, settings
+from clustertrain import proc, schema, settings
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.launch import code
 from clustertrain.plan import pipeline
@@ -57,7 +57,7 @@ def count(
         raise _silent(spec, done) from e
     if "error" in answer:
         raise ConfigError(answer["error"], fix=answer["fix"])
-    found = msgspec.convert(answer["counted"], Counted)
+    found = schema.convert(answer["counted"], Counted)
     if trace and step is None:
         why = f"a trace is of one process, and {chosen.layout.words()} splits the model"
         return msgspec.structs.replace(found, untraced=why)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from clustertrain import clock, fsio, proc, reading, settings
+from clustertrain import clock, fsio, proc, reading, schema, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.run.spec import load_spec
@@ -172,7 +172,7 @@ class LocalBackend(Backend):
         job = folder_of(job_id).read()
         if job is None:
             return []
-        starts = [msgspec.convert({**s, "job_id": job_id}, type=JobStart) for s in job.starts]
+        starts = [schema.convert({**s, "job_id": job_id}, JobStart) for s in job.starts]
         view = _view(job)
         if not view.alive and job.state not in ENDED:
             # The start that was under way when the supervisor died; nobody was left to write it down.

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from clustertrain import schema
 from clustertrain.node.sysfs import Sysfs
 from clustertrain.spec.node import Interface, InterfaceKind
 
@@ -74,7 +75,7 @@ def _decode(tree: Sysfs, command: str, text: str, kind: type[list[T]]) -> list[T
     if not text.strip():
         return []
     try:
-        return msgspec.json.decode(text, type=kind)
+        return schema.decode(text, kind)
     except msgspec.DecodeError as e:
         tree.unread.append(f"{command}: {e}")
         return []

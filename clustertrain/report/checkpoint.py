@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain import schema
 from clustertrain.checkpoint.compare import Comparison, Form, OtherBytes, OtherValue
 from clustertrain.plan.layout import Layout, counted
 
@@ -62,7 +63,7 @@ def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _layout(layout: Mapping[str, Any] | None) -> str:
     try:
-        return msgspec.convert(layout, Layout).words() if layout else "-"
+        return schema.convert(layout, Layout).words() if layout else "-"
     except msgspec.ValidationError:  # of another version
         return str((layout or {}).get("strategy", "-"))
 

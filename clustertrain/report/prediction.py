@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from clustertrain import schema
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.planner import Time
 from clustertrain.run import documents, measured
@@ -52,7 +53,7 @@ def of_run(run: RunDir) -> Prediction:
     """Of all attempts on as many ranks as were planned; what is still going counts as far as it is. Without a plan that
     reads there is nothing to compare with."""
     try:
-        planned = msgspec.convert(documents.read(run.plan).value, _Planned)
+        planned = schema.convert(documents.read(run.plan).value, _Planned)
     except msgspec.ValidationError:  # missing, damaged, or of another version
         return Prediction()
     alike, others = measured.by_world_size(run, planned.world_size)

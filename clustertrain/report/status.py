@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain import schema
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.tables import Column, fitted
@@ -130,7 +131,7 @@ def _slice(name: str, found: Slice) -> str:
 
 def _layout_of(run: RunDir) -> str:
     try:
-        return msgspec.convert(documents.read(run.plan).value.get("layout"), Layout).words()
+        return schema.convert(documents.read(run.plan).value.get("layout"), Layout).words()
     except msgspec.ValidationError:  # of another version
         return "-"
 

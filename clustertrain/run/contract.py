@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from clustertrain import schema
 from clustertrain.errors import ConfigError, NotReadable
 from clustertrain.run import budget, documents, events
 from clustertrain.run.attempts import Attempt
@@ -88,7 +89,7 @@ def _limits(run: RunDir, record: dict[str, Any]) -> ContractSpec | None:
         return msgspec.structs.replace(load_spec(run).recipe.contract, metric=str(record.get("metric", "")))
     known = {f: record[f] for f in ContractSpec.__struct_fields__ if f in record}
     try:
-        return msgspec.convert(known, ContractSpec)
+        return schema.convert(known, ContractSpec)
     except msgspec.ValidationError:  # of another version
         return None
 

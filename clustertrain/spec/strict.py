@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.errors import ConfigError
 from clustertrain.spec import bounds, elsewhere, parsing, remedies
 from clustertrain.spec.walk import fields_of, parts_of, places_of, struct_of, type_at, value_at
@@ -95,7 +95,7 @@ def build(value: dict[str, Any], kind: type[S], source: str, at: str = "") -> S:
     _check_finite(value, "", source)
     bounds.check(value, source, at)
     try:
-        return msgspec.convert(value, type=kind, strict=True)
+        return schema.convert(value, kind)
     except msgspec.ValidationError as e:
         text, _, path = str(e).partition(" - at `$")
         where = path.rstrip("`").lstrip(".")
@@ -122,7 +122,7 @@ def _whole(value: dict[str, Any], kind: type[msgspec.Struct], key: str) -> str:
     of = get_args(type_at(kind, places_of(above)))[-1]
     for name, inner in value_at(value, places_of(above)).items():
         try:
-            msgspec.convert(inner, type=of, strict=True)
+            schema.convert(inner, of)
         except msgspec.ValidationError:
             return f"{above}.{text_of_key(name)}{below}"
     return key

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import xxhash
 
+from clustertrain import schema
 from clustertrain.checkpoint.restoring import Made
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
@@ -96,7 +97,7 @@ def changed_files(before: Any, now: Any) -> list[str]:
 
 def _words(layout: Mapping[str, Any]) -> str:
     try:
-        return msgspec.convert(dict(layout), Layout).words()
+        return schema.convert(dict(layout), Layout).words()
     except msgspec.ValidationError:  # of another version
         return str(layout.get("strategy"))
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from clustertrain import schema
 from clustertrain.checkpoint.state import clean
 from clustertrain.errors import ClusterTrainError
 from clustertrain.plan.counted import Counted, Unit
@@ -124,8 +125,8 @@ def _said(error: BaseException) -> str:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """``{"counted": ...}``, or ``{"error", "fix"}`` for what the recipe or the user's code got wrong."""
-    step = msgspec.convert(request["step"], Step) if request["step"] else None
-    split = msgspec.convert(request["split"], Split)
+    step = schema.convert(request["step"], Step) if request["step"] else None
+    split = schema.convert(request["split"], Split)
     recipe = build(request["recipe"], Recipe, "recipe")
     try:
         return {"counted": msgspec.to_builtins(look(recipe, step, split))}

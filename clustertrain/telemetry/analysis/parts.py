@@ -10,6 +10,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
+from clustertrain import schema
 from clustertrain.run import events
 from clustertrain.run.folder import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
@@ -180,7 +181,7 @@ def _on_disk(attempt: AttemptDir) -> set[str]:
 
 def _from_event(event: events.Event) -> list[GpuFacts]:
     try:
-        return msgspec.convert(event.get("gpus") or [], list[GpuFacts])
+        return schema.convert(event.get("gpus") or [], list[GpuFacts])
     except msgspec.ValidationError:
         return []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.run.folder import AttemptDir
 
 _GIB = 1 << 30
@@ -36,7 +36,7 @@ def memory_used_gib(attempts: Sequence[AttemptDir]) -> float | None:
 
 def _used_bytes(path: Path) -> list[float]:
     try:
-        sums = reading.decode(reading.unpacked(reading.read_bytes(path), _MOST_BYTES), _Sums)
+        sums = schema.decode(reading.unpacked(reading.read_bytes(path), _MOST_BYTES), _Sums)
     except (OSError, ValueError):  # being written, damaged, or another user's
         return []
     pairs = zip(sums.columns, sums.high, strict=False)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clustertrain import clock
+from clustertrain import clock, schema
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract, documents, events, state
@@ -184,9 +184,7 @@ def _planned(run: RunDir) -> _Planned:
     try:
         plan = documents.peek(run.plan)
         device = plan.get("device")
-        return _Planned(
-            msgspec.convert(plan.get("layout"), Layout).words(), device if isinstance(device, str) else None
-        )
+        return _Planned(schema.convert(plan.get("layout"), Layout).words(), device if isinstance(device, str) else None)
     except msgspec.ValidationError:  # missing, or of another version
         return _Planned()
 

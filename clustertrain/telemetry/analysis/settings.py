@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from clustertrain import schema
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import documents
@@ -72,7 +73,7 @@ _LAYOUT_KEYS = ("activation_checkpointing", "reshard_after_forward", "offload", 
 
 def _words(layout: dict[str, Any]) -> Any:
     try:
-        return msgspec.convert(layout, Layout).words()
+        return schema.convert(layout, Layout).words()
     except msgspec.ValidationError:  # of another version
         return layout
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from clustertrain import schema
 from clustertrain.run import documents, events, metrics, rows
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
@@ -109,7 +110,7 @@ def training_of(
 
 def _planned(run: RunDir) -> _Planned:
     try:
-        return msgspec.convert(documents.peek(run.plan), _Planned)
+        return schema.convert(documents.peek(run.plan), _Planned)
     except msgspec.ValidationError:  # of another version
         return _Planned()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.segments import limits
@@ -171,7 +171,7 @@ def reasons(folder: Path) -> dict[str, str]:
 
     try:
         with reading.opened(path_of(folder, fields.FAST)) as f:
-            noted = reading.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
+            noted = schema.decode(pq.read_schema(f).metadata[b"reasons"], list[tuple[float, str, str | None]])
     except FileNotFoundError:
         return {}
     except (pa.ArrowException, KeyError, TypeError) as e:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.segments.limits import MOST_BYTES, MOST_NUMBER, MOST_S, within
 from clustertrain.telemetry.segments.rollup import Table
@@ -55,7 +55,7 @@ class End(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
 
 
 Record = Block | Reason | End
-_decode = msgspec.json.Decoder(Record).decode
+_decode = schema.decoder(Record).decode
 _encode = msgspec.json.Encoder().encode
 
 

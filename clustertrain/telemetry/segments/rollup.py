@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.segments import limits
 from clustertrain.telemetry.segments.histogram import Column
@@ -272,7 +272,7 @@ def _shuffled(values: npt.NDArray[Any]) -> bytes:
 def _read_packed(path: Path, width: int, columns: npt.NDArray[np.intp]) -> Buckets:
     data = reading.read_bytes(path, limits.MOST_BYTES)
     first, _, rest = data.partition(b"\n")
-    index = reading.decode(first, _Index)
+    index = schema.decode(first, _Index)
     if len(index.sizes) != 1 + width or sum(index.sizes) != len(rest) or min(index.sizes) < 0:
         raise ValueError(f"{path.name} is damaged")
     if not 0 <= index.rows <= limits.MOST_BYTES // 14:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from clustertrain import fsio, reading
+from clustertrain import fsio, reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.segments import blocks, limits, rollup, totals
@@ -366,7 +366,7 @@ def read_header(folder: Path) -> Header:
         OSError: it cannot be read; FileNotFoundError where there is none.
         ValueError: it is damaged.
     """
-    header = reading.decode(reading.read_bytes(folder / HEADER, limits.MOST_BYTES), Header)
+    header = schema.decode(reading.read_bytes(folder / HEADER, limits.MOST_BYTES), Header)
     for name, low, high in _BOUNDS:
         if not limits.within(getattr(header, name), low, high):
             raise ValueError(f"{HEADER} is damaged: {name} is {getattr(header, name):g}, not {low:g} to {high:g}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from clustertrain import reading
+from clustertrain import reading, schema
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Pace
 from clustertrain.telemetry.segments import limits
@@ -118,7 +118,7 @@ def load(folder: Path) -> Sums | None:
     except OSError:
         return None
     try:
-        sums = reading.decode(reading.unpacked(data, limits.MOST_BYTES), Sums)
+        sums = schema.decode(reading.unpacked(data, limits.MOST_BYTES), Sums)
     except ValueError:
         return None
     return sums if _is_sound(sums) else None
