@@ -11,10 +11,9 @@ from clustertrain import clock
 from clustertrain.errors import CheckpointError
 
 # Until somebody makes room, or gives permission.
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-PASSING = frozenset(
-    {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN}
-)  # a server's bad minute
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM})
+# A server's bad minute. A file system that is read-only is so for the time of a repair, or on one node after an error.
+PASSING = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EROFS})
 PATIENCE_S = 2.0
 PAUSE_S = 0.5
 
@@ -26,7 +25,8 @@ class StorageError(CheckpointError):
     nothing about the bytes that are there."""
 
     def __init__(self, message: str, *, full: bool = False) -> None:
-        super().__init__(message)
+        fix = "make room there, or allow writing, then continue the run with `clustertrain requeue`" if full else None
+        super().__init__(message, fix=fix)
         self.full = full
 
 

@@ -271,7 +271,7 @@ def test_a_file_system_that_has_become_read_only_is_told_at_the_first_save(share
         assert restored is not None and restored.step == 6
         with pytest.raises(StorageError, match=os.strerror(errno.EROFS)) as e:
             manager_of(shared, "2").save(9, state_of(9.0))
-        assert e.value.full
+        assert not e.value.full  # on another node, or a minute later, it may be writable
     finally:
         subprocess.run(["umount", "--lazy", str(shared)], check=True)
     assert names(shared) == ["step-00000003", "step-00000006"]
