@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     numbers = range(args.rounds) if args.round is None else range(args.round, args.round + 1)
     print(f"seed {args.seed}", flush=True)
+    faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: patience.stop())
     folder = Path(tempfile.mkdtemp(prefix="chaos-slurm-"))

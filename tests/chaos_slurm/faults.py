@@ -12,6 +12,7 @@ from clustertrain.run.endings import (
     HANG,
     NODE_FAILURE,
     PREEMPTED,
+    SIGNAL,
     TIME_LIMIT,
     UNKNOWN,
 )
@@ -59,7 +60,7 @@ MENU: dict[str, Kind] = {
     "kill srun": Kind(2, acts.kill_srun, _of(UNKNOWN), by_hand=True),
     "preempt": Kind(4, acts.preempt, _of(PREEMPTED)),
     "scontrol requeue": Kind(3, acts.scontrol_requeue, _of(PREEMPTED)),
-    "scancel -s TERM": Kind(3, acts.scancel_term, _of("signal")),
+    "scancel -s TERM": Kind(3, acts.scancel_term, _of(SIGNAL)),
     "scancel": Kind(2, acts.scancel, _of(CANCELLED), cancels=True),
     "lower time limit": Kind(2, acts.time_limit, _of(TIME_LIMIT), only_training=True),
     "requeue": Kind(2, acts.requeue, _of(PREEMPTED)),
@@ -100,5 +101,5 @@ def kind_of(fault: Fault) -> Kind:
     if other is None:
         return replace(kind, endings=endings)
     if fault.kind == "kill slurmctld" and fault.during == "preempt":
-        endings |= _of(UNKNOWN)  # nobody else knows that it was a preemption
+        endings |= _of(UNKNOWN, SIGNAL)  # nobody else knows that it was a preemption, nor it after a restart
     return replace(kind, endings=endings, harmless=other.harmless, by_hand=other.by_hand, cancels=other.cancels)

@@ -138,7 +138,7 @@ def _race(home: str, run_path: Path, job_id: str, start: object, out: object) ->
 def test_of_many_jobs_that_start_at_once_one_owns_the_run(run: RunDir) -> None:
     context = multiprocessing.get_context("fork")
     start, out = context.Event(), context.Queue()
-    racers = [context.Process(target=_race, args=("", run.path, str(j), start, out)) for j in range(8)]
+    racers = [context.Process(target=_race, args=("", run.path, str(j), start, out)) for j in range(1, 9)]
     for r in racers:
         r.start()
     start.set()
