@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -310,14 +310,22 @@ class Batch:
     def _watch_failures(self, step: Step, now: float) -> None:
         """A node that failed leaves the others in a collective, and srun waits for all of them."""
         results = self._results()
-        failed = any(r["ending"] == "failed" for r in results.values())
+        failed = any(r["ending"] == "failed" for r in results.values()) or bool(self._ended_agents(results))
         if (failed or len(results) == len(self.nodes)) and step.over_at is None:
             step.over_at = now
         # Only agents whose ranks ended by themselves have more to do.
-        completed = all(r["ending"] == "completed" for r in results.values()) and step.stop_at is None
+        completed = not failed and all(r["ending"] == "completed" for r in results.values()) and step.stop_at is None
         patience_s = AFTER_RESULTS_S if completed else AFTER_END_S
         if step.over_at is not None and now - step.over_at > patience_s:
             self._abort(step)
+
+    def _ended_agents(self, results: Container[str]) -> set[str]:
+        """The nodes whose agent was killed, or could not write a result. Their ranks ended with it, which their peers
+        notice only where they had met already."""
+        try:
+            return {n for n in self.attempt.nodes_without_agent() if n in self.nodes and n not in results}
+        except OSError:
+            return set()
 
     def _abort(self, step: Step) -> None:
         now = clock.monotonic()
@@ -377,6 +385,7 @@ class Batch:
             out_of_time=step.out_of_time,
             now=clock.now(),
             restart=sequel.restart,
+            without_agent=frozenset(self._ended_agents(results)),
         )
 
     def _close(self, verdict: Verdict, evidence: Evidence) -> None:

@@ -41,7 +41,8 @@ class Agent:
         self.place = place
         self.signals = signals
         self.log = EventLog(place.attempt.events_of(f"agent-{place.node}"))
-        self.rank_dir = Path(tempfile.mkdtemp(prefix=f"clustertrain-{place.run.id}-"))
+        # A killed agent's is removed by agent_end.sh, which knows it by these names.
+        self.rank_dir = Path(tempfile.mkdtemp(prefix=f"clustertrain-{place.run.id}-{place.attempt.n}-{place.node}-"))
         self.stopping: str | None = None
         self.stop_came_first: bool | None = None  # whether somebody had asked to stop when all ranks had ended
         self.deadline = deadlines.read(place.attempt.deadline)

@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import FrameType
 
 from clustertrain import clock, proc, settings
 from clustertrain.launch.local import node_names
+from clustertrain.run.folder import RunDir
 
 POLL_S = 0.1
 
@@ -26,6 +28,13 @@ def _devices(node: int, gpus: int) -> dict[str, str]:
     else:
         shares = [d for d in visible.split(",") if d][node * gpus : (node + 1) * gpus]
     return {settings.CUDA_VISIBLE_DEVICES: ",".join(shares)}
+
+
+def _after_agent(node: str) -> None:
+    """What srun does with --task-epilog."""
+    script = RunDir(Path(os.environ[settings.RUN_DIR])).agent_end
+    if script.exists():  # not in a run that an older version made
+        subprocess.run(["/bin/sh", script], env={**os.environ, settings.NODE: node}, check=False)
 
 
 def main() -> int:
@@ -43,10 +52,20 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
-    for rank, name in enumerate(node_names(options.nodes)):
+    names = node_names(options.nodes)
+    for rank, name in enumerate(names):
         env = {**os.environ, settings.NODE: name, settings.NODE_RANK: str(rank), **_devices(rank, options.gpus)}
         children.append(proc.start(options.command, env=env))
-    clock.wait_until(lambda: all(c.poll() is not None for c in children), float("inf"), POLL_S)
+    ended: set[str] = set()
+
+    def all_ended() -> bool:
+        for name, child in zip(names, children, strict=True):
+            if child.poll() is not None and name not in ended:
+                ended.add(name)
+                _after_agent(name)
+        return len(ended) == len(names)
+
+    clock.wait_until(all_ended, float("inf"), POLL_S)
     return max(c.returncode if c.returncode >= 0 else 128 - c.returncode for c in children)
 
 

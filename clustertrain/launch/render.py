@@ -153,6 +153,7 @@ def _srun_options(given: ScriptInput) -> list[str]:
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--export=ALL",
+        f"--task-epilog={given.run.agent_end}",
         "--cpu-bind=none",  # the agent's ranks share the cores; a mask inherited from the batch step would pin them
     ]
     # srun 22.05 and later does not take --cpus-per-task over from sbatch.

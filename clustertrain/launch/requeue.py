@@ -38,6 +38,7 @@ class Evidence:
     sources: tuple[str, ...]  # who asked for it
     out_of_time: bool  # batch ended the step itself, because the allocation was about to end
     now: float
+    without_agent: frozenset[str] = frozenset()  # nodes that are there, and whose agent has ended
     restart: int = 0  # how often the job had been requeued when the attempt began
 
 
@@ -155,7 +156,7 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     if missing and not e.results:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:
-        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(missing)}", blamed=missing)
+        return _no_result(e, missing)
     # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
     hung = next((r for r in failed if r.get("kind") == "hang"), None)
     if hung is not None:
@@ -168,6 +169,14 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     if communication is not None:
         return Verdict(endings.COMMUNICATION, str(communication.get("message")))
     return Verdict(endings.UNKNOWN, str(failed[0].get("message")) if failed else "some ranks stopped, some completed")
+
+
+def _no_result(e: Evidence, missing: tuple[str, ...]) -> Verdict:
+    lost = tuple(n for n in missing if n not in e.without_agent)
+    if lost:
+        return Verdict(endings.NODE_FAILURE, f"no result from {', '.join(lost)}", blamed=lost)
+    # A disk that was full, say: the node is no worse than another one.
+    return Verdict(endings.UNKNOWN, f"the agent on {', '.join(missing)} ended without a result: see job.log")
 
 
 def _signal_of(exit_code: int) -> str:

@@ -16,7 +16,19 @@ import tomli_w
 
 from clustertrain import fsio, settings
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
-from clustertrain.launch import alerting, code, data, entries, extras, filesystem, record, render, snapshot, trackers
+from clustertrain.launch import (
+    alerting,
+    code,
+    data,
+    entries,
+    extras,
+    filesystem,
+    record,
+    render,
+    snapshot,
+    templates,
+    trackers,
+)
 from clustertrain.launch.backend import PENDING, Submission
 from clustertrain.launch.request import Prepared, SubmitRequest, has_gpu, prepare, script_note
 from clustertrain.launch.snapshot import Snapshot
@@ -254,6 +266,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
+    fsio.write_text(run.agent_end, templates.text("agent_end.sh"), mode=mode | 0o100)
     made_from = {**made_from, "contract": contract.recorded(spec.recipe), "recipe_hash": hash_of(spec)}
     fsio.write_json(run.record, made_from)
     _make_checkpoints(run, spec)

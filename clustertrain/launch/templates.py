@@ -33,6 +33,11 @@ def directive(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def text(name: str) -> str:
+    """A file that has nothing to fill in."""
+    return (folder() / name).read_text()
+
+
 def fill(name: str, values: dict[str, Any]) -> str:
     return _environment().get_template(name).render(values)
 

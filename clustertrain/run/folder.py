@@ -71,6 +71,11 @@ class AttemptDir:
     def result_of(self, node: str) -> Path:
         return self.results / f"{node}.json"
 
+    def nodes_without_agent(self) -> set[str]:
+        """The nodes whose agents ended without a result, as ``agent_end.sh`` has noted. By listing, since an NFS client
+        that opens a folder asks the server."""
+        return {p.stem for p in self.results.iterdir() if p.suffix == ".gone"}
+
     @property
     def logs(self) -> Path:
         return self.path / "logs"
@@ -107,6 +112,11 @@ class RunDir:
     @property
     def script(self) -> Path:
         return self.path / "job.sh"
+
+    @property
+    def agent_end(self) -> Path:
+        """A script that is run on a node after the agent there has ended."""
+        return self.path / "agent_end.sh"
 
     @property
     def secrets(self) -> Path:

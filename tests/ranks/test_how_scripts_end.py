@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -146,22 +147,35 @@ with ct.session() as s:
         dist.all_reduce(torch.zeros(1))
 """
 
+# Rank 0 waits for rank 1 where no broken connection tells it that there is none any more.
+MEETS_LATE = """
+import os, pathlib, time
+if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
+    pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "late").touch()
+    time.sleep(600)
+"""
 
-def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Callable[..., Run]) -> None:
-    run = submitted(MEETS, "--nodes", "2", "--gpus", "1")
-    run.wait_for_step(2)
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(submitted: Callable[..., Run], late: bool) -> None:
+    run = submitted((MEETS_LATE if late else "") + MEETS, "--nodes", "2", "--gpus", "1")
+    if late:
+        run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")
+    else:
+        run.wait_for_step(2)
     agents = [p for p in below(run, "clustertrain agent") if p.cmdline()[1:] == ["-P", "-m", "clustertrain", "agent"]]
     (agent,) = [p for p in agents if p.environ()["CLUSTERTRAIN_NODE_RANK"] == "1"]
     node = agent.environ()["CLUSTERTRAIN_NODE"]
     orphans = agent.children(recursive=True)
     agent.kill()
-    _, alive = psutil.wait_procs(orphans, timeout=30.0)
-    assert not alive
+    _, left = psutil.wait_procs(orphans, timeout=30.0)
+    assert {p.status() for p in left} <= {psutil.STATUS_ZOMBIE}
     status = run.complete()
     first = status["attempts"][0]
     assert first["state"] == "unknown", first
     assert f"the agent on {node} was killed" in first["reason"]
     assert first["requeued"] == "requeue"
+    assert not list(Path(tempfile.gettempdir()).glob(f"clustertrain-{run.id}-*"))
 
 
 STOPS_RANK_1 = """

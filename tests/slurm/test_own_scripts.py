@@ -36,6 +36,14 @@ with ct.session() as s:
         dist.all_reduce(torch.zeros(1))
 """
 
+# Rank 0 waits for rank 1 where no broken connection tells it that there is none any more.
+MEETS_LATE = """
+import os, pathlib, time
+if os.environ["CLUSTERTRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
+    pathlib.Path(os.environ["CLUSTERTRAIN_RUN_DIR"], "late").touch()
+    time.sleep(600)
+"""
+
 
 def test_a_script_that_saves_on_slurms_signal_and_exits_0_is_continued(
     submitted: Callable[..., Run], tmp_path: Path
@@ -49,13 +57,17 @@ def test_a_script_that_saves_on_slurms_signal_and_exits_0_is_continued(
     assert run.endings() == ["preempted", "completed"]
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(
-    submitted: Callable[..., Run], tmp_path: Path
+    submitted: Callable[..., Run], tmp_path: Path, late: bool
 ) -> None:
     script = tmp_path / "meets.py"
-    script.write_text(MEETS)
+    script.write_text((MEETS_LATE if late else "") + MEETS)
     run = submitted("--nodes", "2", "--gpus", "1", str(script))
-    run.wait_for_step(2)
+    if late:
+        run.wait_for(lambda _: (run.path / "late").exists(), "rank 1's begin")
+    else:
+        run.wait_for_step(2)
     agents = [
         p
         for p in psutil.process_iter(["cmdline"])
@@ -71,3 +83,4 @@ def test_a_killed_agent_ends_its_ranks_and_its_node_is_not_blamed(
     first = status["attempts"][0]
     assert (first["state"], first["requeued"]) == ("unknown", "requeue"), first
     assert first["reason"] == f"the agent on {node} was killed by SIGKILL, and its ranks with it"
+    assert not list(Path("/tmp").glob(f"clustertrain-{run.id}-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Set
 from typing import Any, cast
 
 import pytest
@@ -13,13 +14,17 @@ from clustertrain.agent.batch import Batch, Step
 class Watching(Batch):
     """A batch that only looks at results."""
 
-    def __init__(self, **endings: str) -> None:
+    def __init__(self, without_agent: Set[str] = frozenset(), **endings: str) -> None:
         self.nodes = ("n1", "n2")
+        self.without_agent = without_agent
         self.endings = endings
         self.aborted = False
 
     def _results(self) -> dict[str, dict[str, Any]]:
         return {node: {"ending": ending} for node, ending in self.endings.items()}
+
+    def _ended_agents(self, results: Container[str]) -> set[str]:
+        return {n for n in self.without_agent if n not in results}
 
     def _abort(self, step: Step) -> None:
         self.aborted = True
@@ -49,3 +54,11 @@ def test_who_was_asked_to_stop_has_no_time_either_though_all_steps_were_done() -
 
 def test_a_node_that_is_still_at_work_is_waited_for() -> None:
     assert not Watching(n1="completed").aborts_after(10_000.0)
+
+
+def test_a_node_whose_agent_has_ended_without_a_result_is_not_waited_for() -> None:
+    for endings in ({}, {"n1": "completed"}):
+        killed = Watching(frozenset({"n2"}), **endings)
+        assert not killed.aborts_after(batch.AFTER_END_S - 1)
+        assert killed.aborts_after(batch.AFTER_END_S + 1)
+    assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(batch.AFTER_END_S + 1)

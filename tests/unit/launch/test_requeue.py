@@ -103,6 +103,14 @@ def test_a_requeue_with_slurms_own_command_is_named() -> None:
     assert verdict is not None and "scontrol requeue" in verdict.reason
 
 
+def test_a_node_whose_agent_ended_without_a_result_is_not_lost() -> None:
+    ended = evidence({"n1": result("failed", kind="communication")}, step_exit=1, without_agent=frozenset({"n2"}))
+    verdict = classify(ended)
+    assert verdict is not None
+    assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
+    assert verdict.reason == "the agent on n2 ended without a result: see job.log"
+
+
 def test_the_lost_node_is_blamed_and_left_out() -> None:
     verdict = classify(evidence({"n1": result("failed", "communication")}))
     assert verdict is not None

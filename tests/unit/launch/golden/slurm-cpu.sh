@@ -24,5 +24,5 @@ export PYTHONPATH=/my/lib
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 
 exec "$agent_python" -P -m clustertrain batch -- \
-  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --cpus-per-task=4 \
+  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --task-epilog=/shared/ct/runs/demo-abcdef/agent_end.sh --cpu-bind=none --cpus-per-task=4 \
   "$agent_python" -P -m clustertrain agent

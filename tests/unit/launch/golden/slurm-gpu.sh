@@ -27,5 +27,5 @@ export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
 
 exec "$agent_python" -P -m clustertrain batch -- \
-  srun --nodes=4 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --gpus-per-node=h100:4 --cpus-per-task=32 \
+  srun --nodes=4 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --task-epilog=/shared/ct/runs/demo-abcdef/agent_end.sh --cpu-bind=none --gpus-per-node=h100:4 --cpus-per-task=32 \
   "$agent_python" -P -m clustertrain agent

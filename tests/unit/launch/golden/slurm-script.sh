@@ -26,5 +26,5 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT-1}
 export PYTHONPATH=/shared/ct/runs/demo-abcdef/code:/shared/ct/runs/demo-abcdef/code/src"${PYTHONPATH:+:$PYTHONPATH}"
 
 exec "$agent_python" -P -m clustertrain batch -- \
-  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --gpus-per-node=2 \
+  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --task-epilog=/shared/ct/runs/demo-abcdef/agent_end.sh --cpu-bind=none --gpus-per-node=2 \
   "$agent_python" -P -m clustertrain agent

@@ -24,5 +24,5 @@ export A=b
 . "$CLUSTERTRAIN_RUN_DIR"/secrets.sh || exit 78
 
 exec "$agent_python" -P -m clustertrain batch -- \
-  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none --cpus-per-task=1 \
+  srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --task-epilog=/shared/ct/runs/demo-abcdef/agent_end.sh --cpu-bind=none --cpus-per-task=1 \
   "$agent_python" -P -m clustertrain agent
