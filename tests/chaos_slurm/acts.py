@@ -265,7 +265,6 @@ def slurmd(deed: Deed) -> None:
     deed.lost_rank_dirs += 1
     try:
         testbed.node("kill-slurmd", name)
-        DURING[deed.fault.during](deed)
         pause(deed.fault.seconds)
     finally:
         testbed.node("start-slurmd", name)

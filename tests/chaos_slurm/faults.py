@@ -82,7 +82,9 @@ MENU: dict[str, Kind] = {
     "kill batch then two requeues": Kind(3, acts.kill_batch_then_two_requeues, _of(UNKNOWN, PREEMPTED), by_hand=True),
     "kill node": Kind(2, acts.kill_node, _NODE, away=True),
     "partition node": Kind(2, acts.partition, _NODE, harmless=True, away=True),
-    "kill slurmd": Kind(2, acts.slurmd, _NODE, harmless=True, away=True, meanwhile=True),
+    # Nothing else meanwhile: where a job ends before Slurm has noticed, Slurm 22.05 forgets the GPUs of the job's next
+    # start ("gres/gpu: job 4 dealloc of node node02 bad node_offset 0 count is 0"), and never gives them out again.
+    "kill slurmd": Kind(2, acts.slurmd, _NODE, harmless=True, away=True, only_training=True),
     "drain node": Kind(2, acts.drain, _of(), harmless=True, away=True, meanwhile=True),
     "node set down": Kind(1, acts.down, _NODE, away=True),
     "kill slurmctld": Kind(5, acts.slurmctld, _of(), harmless=True, away=True, alone=True, only_training=True),
