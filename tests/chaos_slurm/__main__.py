@@ -18,6 +18,7 @@ from pathlib import Path
 
 from clustertrain import clock
 from tests.chaos_slurm import patience, testbed
+from tests.chaos_slurm.faults import MENU
 from tests.chaos_slurm.rounds import Report, plan_of
 from tests.chaos_slurm.storm import Storm
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", default=os.urandom(3).hex(), help="what the rounds are drawn from")
     parser.add_argument("--rounds", type=int, default=100, metavar="N")
     parser.add_argument("--round", type=int, metavar="N", help="this one alone")
+    parser.add_argument("--kind", action="append", choices=sorted(MENU), default=[], help="these alone are drawn from")
     args = parser.parse_args()
     numbers = range(args.rounds) if args.round is None else range(args.round, args.round + 1)
     print(f"seed {args.seed}", flush=True)
@@ -34,7 +36,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: patience.stop())
     folder = Path(tempfile.mkdtemp(prefix="chaos-slurm-"))
-    storm = Storm(folder, [plan_of(args.seed, number) for number in numbers])
+    storm = Storm(folder, [plan_of(args.seed, number, args.kind) for number in numbers])
     started = clock.monotonic()
     try:
         with storm.disks(), testbed.testbed():

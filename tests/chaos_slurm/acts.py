@@ -22,7 +22,7 @@ class Fault:
     moment: str
     seconds: float
     pick: float
-    during: str = ""  # what happens to the run while a daemon is away
+    during: str = ""  # what happens to the run while the fault lasts
 
     def __str__(self) -> str:
         during = f", meanwhile {self.during}" if self.during else ""
@@ -42,6 +42,7 @@ class Deed:
     accepted: list[str] = field(default_factory=list)
     cancelled: bool = False  # and nobody has asked for anything else
     lost_rank_dirs: int = 0
+    broken: list[str] = field(default_factory=list)  # what the act itself saw and must not be
     other_limit: bool = False  # a requeue with ``OTHER_LIMIT`` was accepted
 
     def hit(self, what: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -86,6 +87,30 @@ def pause_rank(deed: Deed) -> None:
         pause(min(deed.fault.seconds, 8.0))
     finally:
         send(found, signal.SIGCONT)
+
+
+def _pause(deed: Deed, what: str) -> None:
+    """One process of that name stands still for the fault's seconds."""
+    found = sorted(deed.subject.named(what), key=lambda p: p.pid)
+    chosen = found[int(deed.fault.pick * len(found)) :][:1]
+    deed.notes.append(f"SIGSTOP to {what} {send(chosen, signal.SIGSTOP)}")
+    try:
+        DURING[deed.fault.during](deed)
+        pause(deed.fault.seconds)
+    finally:
+        send(chosen, signal.SIGCONT)
+
+
+def pause_agent(deed: Deed) -> None:
+    _pause(deed, "agent")
+
+
+def pause_batch(deed: Deed) -> None:
+    _pause(deed, "batch")
+
+
+def pause_srun(deed: Deed) -> None:
+    _pause(deed, "srun")
 
 
 def kill_torchrun(deed: Deed) -> None:
@@ -172,12 +197,50 @@ def kill_batch_then_two_requeues(deed: Deed) -> None:
     deed.accepted += ["requeue"] * deed.commands("requeue", "requeue").count(0)
 
 
+def suspend(deed: Deed) -> None:
+    """All processes of the job stand still."""
+    job = deed.subject.job_id()
+    try:
+        deed.slurm("scontrol", "suspend", job)
+        DURING[deed.fault.during](deed)
+        pause(deed.fault.seconds)
+    finally:
+        deed.slurm("scontrol", "resume", job)
+
+
+def _held(deed: Deed, *hold: str, then: Callable[[Deed], None]) -> None:
+    """The job gets that hold and is put back in the queue, where it waits for its release."""
+    job = deed.subject.job_id()
+    try:
+        deed.slurm("scontrol", *hold, job)
+        then(deed)
+        pause(deed.fault.seconds)
+    finally:
+        deed.slurm("scontrol", "release", job)
+
+
+def hold_then_requeue(deed: Deed) -> None:
+    _held(deed, "hold", then=requeue)
+
+
+def hold_then_scontrol_requeue(deed: Deed) -> None:
+    _held(deed, "hold", then=scontrol_requeue)
+
+
+def requeuehold(deed: Deed) -> None:
+    _held(deed, "requeuehold", then=nothing)
+
+
 # -- nodes, daemons, disks
 
 
-def away(deed: Deed, action: str) -> None:
+def _chosen_node(deed: Deed) -> str:
     nodes = deed.subject.nodes()
-    name = nodes[int(deed.fault.pick * len(nodes))]
+    return nodes[int(deed.fault.pick * len(nodes))]
+
+
+def away(deed: Deed, action: str) -> None:
+    name = _chosen_node(deed)
     deed.notes.append(f"{action} {name}")
     deed.lost_rank_dirs += 1
     try:
@@ -193,6 +256,46 @@ def kill_node(deed: Deed) -> None:
 
 def partition(deed: Deed) -> None:
     away(deed, "partition")
+
+
+def slurmd(deed: Deed) -> None:
+    """Of one node; what it has started lives on."""
+    name = _chosen_node(deed)
+    deed.notes.append(f"no slurmd on {name}")
+    deed.lost_rank_dirs += 1
+    try:
+        testbed.node("kill-slurmd", name)
+        pause(deed.fault.seconds)
+    finally:
+        testbed.node("start-slurmd", name)
+
+
+def _set_node(deed: Deed, name: str, state: str) -> None:
+    deed.slurm("scontrol", "update", f"nodename={name}", f"state={state}", "reason=storm")
+
+
+def drain(deed: Deed) -> None:
+    """An administrator wants a node of the run back, once the run has left it."""
+    name, n = _chosen_node(deed), deed.subject.claimed()
+    try:
+        _set_node(deed, name, "drain")
+        DURING[deed.fault.during](deed)
+        pause(deed.fault.seconds)
+        if deed.subject.claimed() > n and name in deed.subject.nodes():
+            deed.broken.append(f"{name} is drained, and attempt {deed.subject.claimed()} began on it")
+    finally:
+        _set_node(deed, name, "resume")
+
+
+def down(deed: Deed) -> None:
+    """An administrator takes a node away at once."""
+    name = _chosen_node(deed)
+    deed.lost_rank_dirs += 1
+    try:
+        _set_node(deed, name, "down")
+        pause(deed.fault.seconds)
+    finally:
+        _set_node(deed, name, "resume")
 
 
 def daemon(deed: Deed, name: str) -> None:
@@ -217,9 +320,33 @@ def slurmdbd(deed: Deed) -> None:
     daemon(deed, "slurmdbd")
 
 
+def munged(deed: Deed) -> None:
+    """Nobody in the cluster can prove to anybody who he is."""
+    daemon(deed, "munged")
+
+
 def full(deed: Deed) -> None:
     with disks.full(deed.subject.home):
         pause(deed.fault.seconds)
+
+
+def no_inodes(deed: Deed) -> None:
+    with disks.no_inodes(deed.subject.home):
+        pause(deed.fault.seconds)
+
+
+def rename_run(deed: Deed) -> None:
+    """The run's folder is not where it was, and comes back."""
+    path = deed.subject.path
+    aside, made = path.with_name(f"{path.name}.aside"), path.with_name(f"{path.name}.made")
+    path.rename(aside)
+    try:
+        pause(deed.fault.seconds)
+    finally:
+        if path.exists():
+            deed.broken.append(f"something made {path} while it was away: {sorted(map(str, path.rglob('*')))[:5]}")
+            path.rename(made)
+        aside.rename(path)
 
 
 def run_read_only(deed: Deed) -> None:
@@ -236,7 +363,7 @@ def nothing(deed: Deed) -> None:
     pass
 
 
-# To a run while a daemon is away.
+# To a run while a daemon is away, a process stands still, and so on.
 DURING: dict[str, Callable[[Deed], None]] = {
     "": nothing,
     "kill rank": kill_rank,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
 from tests.chaos_slurm import testbed
 
 SIZE_MIB = 256
+INODES = 16384  # many more than a run has files, and few enough to be used up in a second
 
 
 def _mount(*argv: str) -> None:
@@ -26,7 +30,7 @@ def disk(folder: Path) -> Iterator[Path]:
     with image.open("wb") as f:
         f.truncate(SIZE_MIB << 20)
     # Not a disk in memory: submit knows that other nodes could not see one.
-    _mount("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image))
+    _mount("mkfs.ext4", "-q", "-F", "-m", "0", "-N", str(INODES), "-O", "^has_journal", str(image))
     _mount("mount", "-o", "loop", str(image), str(folder))
     try:
         yield folder
@@ -54,6 +58,20 @@ def _fill(file: FileIO, block: bytes) -> None:
                 return
         except OSError:
             return
+
+
+@contextmanager
+def no_inodes(folder: Path) -> Iterator[None]:
+    """No file can be made on the disk that ``folder`` lies on; there is room in those that exist."""
+    fillers = folder / "fillers"
+    fillers.mkdir()
+    try:
+        with suppress(OSError):
+            for n in itertools.count():
+                os.close(os.open(fillers / str(n), os.O_CREAT | os.O_WRONLY))
+        yield
+    finally:
+        shutil.rmtree(fillers)
 
 
 @contextmanager

@@ -189,7 +189,7 @@ class Lane(threading.Thread):
 
     def judge(self, life: Life, deed: Deed, state: str, report: Report) -> None:
         subject, kind = life.subject, kind_of(deed.fault)
-        report.broken += self.check(life)
+        report.broken += deed.broken + self.check(life)
         if deed.other_limit and state not in FINAL and (limit := testbed.limit(subject.job_id())) != OTHER_LIMIT:
             report.broken.append(f"requeue with a limit of {OTHER_LIMIT} min was accepted, and it is {limit} min")
         if state == COMPLETED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tests.chaos_slurm.acts import Fault
@@ -27,9 +28,9 @@ class Plan:
         return self.number % len(SHAPES)
 
 
-def plan_of(seed: str, number: int) -> Plan:
+def plan_of(seed: str, number: int, only: Collection[str] = ()) -> Plan:
     rng = random.Random(f"{seed}/{number}")
-    return Plan(seed, number, draw(rng, SHAPES[number % len(SHAPES)].world))
+    return Plan(seed, number, draw(rng, SHAPES[number % len(SHAPES)].world, only))
 
 
 @dataclass

@@ -66,12 +66,12 @@ def repair() -> None:
 
 
 def node(action: str, name: str) -> None:
-    """``kill``, ``partition`` or ``heal``."""
+    """``kill``, ``partition`` or ``heal``; ``kill-slurmd`` or ``start-slurmd``."""
     _testbed("node", action, name)
 
 
 def kill_daemon(name: str) -> None:
-    """``slurmctld`` or ``slurmdbd``, which the next repair starts."""
+    """``slurmctld``, ``slurmdbd`` or ``munged``, which the next repair starts."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if (
