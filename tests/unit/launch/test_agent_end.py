@@ -39,10 +39,8 @@ def test_an_agent_without_a_result_is_noted(run: RunDir, tmp_path: Path) -> None
 
 def test_its_temporary_folder_is_removed_and_no_other(run: RunDir, tmp_path: Path) -> None:
     tmp = tmp_path / "tmp of the node"
-    names = {
-        n: tmp / f"clustertrain-{run.id}-{n}"
-        for n in ("2-n1-abcd_123", "2-n2-abcd_123", "2-n1-b-abcd_123", "1-n1-abcd_123")
-    }
+    others = {"2-n2-abcd_123", "2-n1-b-abcd_123", "1-n1-abcd_123"}
+    names = {n: tmp / f"clustertrain-{run.id}-{n}" for n in ("2-n1-abcd_123", *others)}
     for folder in names.values():
         folder.mkdir(parents=True)
         (folder / "stop").touch()
