@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -20,7 +20,15 @@ _building = threading.Lock()
 os.register_at_fork(after_in_child=_building._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+@overload
+def decoder(kind: type[T]) -> msgspec.json.Decoder[T]: ...
+
+
+@overload
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]: ...  # a union, which is no type to a type checker
+
+
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """The decoder of JSON of a type, built once."""
     found = _decoders.get(kind)
     if found is None:
@@ -29,7 +37,15 @@ def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     return found
 
 
-def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
+@overload
+def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T: ...
+
+
+@overload
+def decode(data: bytes | bytearray | memoryview | str, kind: Any) -> Any: ...
+
+
+def decode(data: bytes | bytearray | memoryview | str, kind: Any) -> Any:
     """JSON as a ``kind``.
 
     Raises:
