@@ -16,6 +16,9 @@ from typing import Any, BinaryIO
 
 from clustertrain import reading, settings
 
+# What link(2) says of a file system without hard links: EPERM by POSIX, the others by some of FUSE and CIFS.
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
 
 def fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -63,7 +66,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def create_json(path: Path, value: Any) -> bool:
     """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
-    once, on NFS too, one succeeds."""
+    once, on NFS too, one succeeds. Where the file system has no hard links, a reader may find it empty for a moment."""
     made = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     write_json(made, value)
     try:
@@ -71,8 +74,30 @@ def create_json(path: Path, value: Any) -> bool:
     except FileExistsError:
         # A client of NFS that got no answer asks again, and is then told that the file is there: the one that it made.
         return made.stat().st_nlink == 2
+    except OSError as e:
+        if e.errno not in _NO_HARD_LINKS:
+            raise
+        return _create(path, made.read_bytes())
     finally:
         made.unlink()
+    fsync_folder(path.parent)
+    return True
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """:func:`create_json` without hard links (exFAT, many FUSE file systems, some mounts of CIFS)."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)  # else it would keep everybody else from making it
+        raise
     fsync_folder(path.parent)
     return True
 

@@ -37,10 +37,17 @@ _KINDS = {
 }
 _FIX = "put the file back from a copy, or remove it"
 _CHUNK = 1 << 16
+_MOST_DIGITS = 18
 _HALF = re.compile("[\ud800-\udfff]")
 _GZIP = 16 + zlib.MAX_WBITS
 
 T = TypeVar("T")
+
+
+def is_count(text: str) -> bool:
+    """Whether ``text`` is a number of ASCII digits that fits into 64 bits. `str.isdigit` is also true of "²", which
+    int() refuses, and of more digits than int() takes."""
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 class UnusableFile(ClusterTrainError, OSError, ValueError):

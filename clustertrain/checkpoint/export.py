@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clustertrain import fsio
+from clustertrain import fsio, reading
 from clustertrain.checkpoint import dtypes, huggingface
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.formats import Item, check_safetensors, write_safetensors
@@ -168,7 +168,7 @@ def _as_llama(request: Request, manifest: Manifest, tensors: Mapping[str, Tensor
 
 def _in_order(name: str) -> list[tuple[bool, int, str]]:
     """For sorting: layer 10 comes after layer 9."""
-    return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]
+    return [(reading.is_count(p), int(p) if reading.is_count(p) else 0, p) for p in name.split(".")]
 
 
 def _item(name: str, tensor: TensorRecord, dtype: str | None) -> Item:

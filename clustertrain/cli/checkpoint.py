@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from clustertrain import settings
+from clustertrain import reading, settings
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline, rollback
 from clustertrain.checkpoint.dtypes import FLOATS
@@ -67,7 +67,7 @@ def locate(name: str) -> Place:
         StorageError: nothing can be read there.
     """
     before, at, step = name.rpartition("@")
-    if at and step.isdigit() and not Path(name).exists():
+    if at and reading.is_count(step) and not Path(name).exists():
         place = locate(before)
         if place.is_one:
             raise UsageError(f"{name}: {before} is one checkpoint already", fix=f"leave out @{step}")

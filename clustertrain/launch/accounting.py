@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from clustertrain import reading
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
 
 NOTHING = frozenset({"", "N/A", "n/a", "None", "NONE", "(null)", "Unknown", "None assigned", "NOT_SET"})
@@ -110,8 +111,8 @@ def read_sacct(text: str, job_id: str) -> list[JobStart]:
                 start=epoch(start),
                 end=epoch(end),
                 nodes=expand_nodes(nodes),
-                exit_code=int(code) if code.isdigit() else None,
-                signal=int(signal) if signal.isdigit() and int(signal) else None,
+                exit_code=int(code) if reading.is_count(code) else None,
+                signal=int(signal) if reading.is_count(signal) and int(signal) else None,
                 reason=word(reason),
             )
         )
@@ -131,7 +132,7 @@ def read_squeue(text: str) -> dict[str, JobView]:
             job_id=job_id,
             state=state(said),
             reason=word(reason),
-            restarts=int(restarts) if restarts.isdigit() else 0,
+            restarts=int(restarts) if reading.is_count(restarts) else 0,
             start_time=epoch(start),
             end_time=epoch(end),
             preempt_time=epoch(preempt),
@@ -164,7 +165,7 @@ def preemption_advice(text: str, partition: str) -> list[str]:
 
 
 def _grace_advice(partition: str, grace: str) -> list[str]:
-    if not grace.isdigit() or int(grace) >= SHORT_GRACE_S:
+    if not reading.is_count(grace) or int(grace) >= SHORT_GRACE_S:
         return []
     if int(grace) == 0:
         return [

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from clustertrain import clock, fsio
+from clustertrain import clock, fsio, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.backend import Backend, Submission
 from clustertrain.run import documents, events
@@ -24,6 +24,7 @@ from clustertrain.run.folder import AttemptDir, RunDir
 
 ANSWER_S = 30.0  # for a running attempt, which looks once a second
 SUBMITTING_S = 600.0  # after which a command on another machine counts as dead where it has submitted nothing
+WRITING_S = 2.0
 _KINDS = {"options": dict, "by": str, "host": str, "pid": float, "created": float, "t": float, "job_id": str}
 
 
@@ -34,7 +35,7 @@ def ask(run: RunDir, attempt: AttemptDir, options: Mapping[str, str]) -> None:
         ClusterTrainError: another request is pending, the attempt is ending, or it does not answer.
     """
     if not fsio.create_json(attempt.requeue_asked, {"options": dict(options), **_me()}):
-        pending = documents.read(attempt.requeue_asked, _KINDS).value
+        pending = _written(attempt.requeue_asked)
         if "options" not in pending:
             raise ClusterTrainError(
                 f"attempt {attempt.n} of {run.id} is ending by itself: too late to ask it for anything",
@@ -77,14 +78,14 @@ class Continuation:
         self._run = run
         self._folder = run.path / "continued"
         names = [p.stem for p in self._folder.iterdir()] if self._folder.is_dir() else []
-        numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
+        numbers = [int(name) for name in names if reading.is_count(name)]
         newest = max(numbers, default=0)
         self._path = self._folder / f"{newest + 1}.json"
         if newest:
             self._refuse(self._folder / f"{newest}.json")
 
     def _refuse(self, path: Path, *, submitted_too: bool = False) -> None:
-        other = documents.read(path, _KINDS).value
+        other = _written(path) if submitted_too else documents.read(path, _KINDS).value
         job_id, by = other.get("job_id"), other.get("by", "somebody")
         if job_id and submitted_too:
             raise ClusterTrainError(f"{self._run.id} was continued just now, by {by}, as job {job_id}")
@@ -134,6 +135,18 @@ def _is_at_work(other: Mapping[str, Any]) -> bool:
         return bool(abs(psutil.Process(max(1, int(other["pid"]))).create_time() - other["created"]) < 2.0)
     except (psutil.NoSuchProcess, KeyError):
         return False
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """What somebody has just put into ``path``, which without hard links is empty for a moment."""
+    found: dict[str, Any] = {}
+
+    def read() -> bool:
+        found.update(documents.read(path, _KINDS).value)
+        return bool(found)
+
+    clock.wait_until(read, WRITING_S, 0.1)
+    return found
 
 
 def _in_words(options: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from clustertrain import reading
 from clustertrain.errors import UsageError
 from clustertrain.launch.accounting import word
 from clustertrain.launch.site import Node, Partition, Site
@@ -141,7 +142,7 @@ def _cpus(found: Findings, site: Site, partition: Partition, nodes: Sequence[Nod
             return
     cpus, source = min(n.cpus for n in nodes), "CPUEfctv"
     most = partition.fields.get("MaxCPUsPerNode", "")
-    if most.isdigit() and int(most) < cpus:
+    if reading.is_count(most) and int(most) < cpus:
         cpus, source = int(most), "MaxCPUsPerNode"
     if cpus >= gpus:
         found.add("cpus_per_gpu", cpus // gpus, f"{source}={cpus} for {gpus} GPUs")
@@ -161,7 +162,7 @@ def _preemption(found: Findings, site: Site, partition: Partition) -> None:
         return
     grace = partition.fields.get("GraceTime", "")
     found.notes.append(f"jobs in partition {partition.name} may be preempted (PreemptMode={modes}, GraceTime={grace})")
-    if grace.isdigit() and int(grace):
+    if reading.is_count(grace) and int(grace):
         found.add("grace_s", float(grace), f"GraceTime of partition {partition.name}")
 
 
@@ -187,6 +188,6 @@ def _default_memory(*places: Mapping[str, str]) -> str:
             if item.startswith("DefMemPerGPU="):
                 return item
         for name in ("DefMemPerCPU", "DefMemPerNode"):
-            if where.get(name, "").isdigit() and int(where[name]):
+            if reading.is_count(where.get(name, "")) and int(where[name]):
                 return f"{name}={where[name]}"
     return ""

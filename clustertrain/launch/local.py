@@ -80,7 +80,7 @@ def _claim() -> JobFolder:
     parent = jobs_folder()
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
-        n = max((int(p.name) for p in parent.iterdir() if p.name.isdigit()), default=0) + 1
+        n = max((int(p.name) for p in parent.iterdir() if reading.is_count(p.name)), default=0) + 1
         if fsio.claim_folder(parent / str(n)):
             return JobFolder(parent / str(n))
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clustertrain import proc
+from clustertrain import proc, reading
 from clustertrain.errors import CommandFailed
 from clustertrain.launch.accounting import plain, word
 from clustertrain.launch.slurm import ANSWER_S, client_environ
@@ -129,7 +129,7 @@ def read_gres(text: str) -> tuple[Gres, ...]:
     # Sockets and indices stand in brackets, with commas of their own.
     for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
         name, *middle, count = item.split(":") if ":" in item else (item, "")
-        if count.isdigit():
+        if reading.is_count(count):
             found.append(Gres(name=name, type=middle[0] if middle else "", count=int(count)))
     return tuple(found)
 
@@ -148,4 +148,4 @@ def _records(text: str, first: str) -> list[dict[str, str]]:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    return int(text) if reading.is_count(text) else 0

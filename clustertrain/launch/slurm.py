@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from clustertrain import proc, settings
+from clustertrain import proc, reading, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch import accounting
 from clustertrain.launch.backend import ArraySubmission, Backend, JobStart, JobView, Submission
@@ -106,7 +106,7 @@ class SlurmBackend(Backend):
         if done.returncode:
             raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}")
         lines = (line.rstrip("|").split("|", 1) for line in done.stdout.splitlines())
-        ids = [int(words[0]) for words in lines if words[0].isdigit() and words[1:] == [str(run.path)]]
+        ids = [int(words[0]) for words in lines if reading.is_count(words[0]) and words[1:] == [str(run.path)]]
         newest = max(ids, default=0)
         return str(newest) if newest > int(_checked(job_id).partition("_")[0]) else None
 

@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from clustertrain import reading
 from clustertrain.printable import printable, raw
 
 NARROWEST, WIDEST, FALLBACK = 60, 200, 80
@@ -72,7 +73,7 @@ def _is_terminal(out: IO[str]) -> bool:
 
 def _columns() -> int | None:
     value = os.environ.get("COLUMNS", "")
-    return int(value) if value.isdigit() and int(value) else None
+    return int(value) if reading.is_count(value) and int(value) else None
 
 
 def emit(console: Console, *parts: RenderableType) -> None:

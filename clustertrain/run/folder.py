@@ -207,10 +207,16 @@ class RunDir:
         return AttemptDir(self.attempts_folder / str(n), n)
 
     def attempts(self) -> list[AttemptDir]:
-        """All attempts, oldest first."""
-        folder = self.attempts_folder
-        numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
-        return [self.attempt(n) for n in numbers]
+        """All attempts, oldest first; none where the folder is missing.
+
+        Raises:
+            OSError: the file system does not tell. Taken for a run without attempts, it would be begun anew.
+        """
+        try:
+            names = [p.name for p in self.attempts_folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [self.attempt(n) for n in sorted(int(name) for name in names if reading.is_count(name))]
 
     def newer_attempt(self, n: int) -> int | None:
         """The newest attempt, where it was claimed after attempt ``n``: from then on that one must leave the run alone.

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from clustertrain import settings
+from clustertrain import reading, settings
 from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.run import attempts
 from clustertrain.run.folder import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
@@ -163,7 +163,7 @@ def resolve_sweep(name: str) -> Path:
 
 def sweep_runs(sweep: Path) -> list[RunDir]:
     """The runs of a sweep's folder that are still there, in the order of its tasks."""
-    links = sorted((p for p in sweep.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    links = sorted((p for p in sweep.iterdir() if reading.is_count(p.name)), key=lambda p: int(p.name))
     return [RunDir(link.resolve()) for link in links if (link / "spec.toml").is_file()]
 
 

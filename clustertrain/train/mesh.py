@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from clustertrain import settings
+from clustertrain import reading, settings
 from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
@@ -155,7 +155,7 @@ def choose_threads(context: RankContext, environ: Mapping[str, str] = os.environ
     takes part in the order of summation, so it is kept in the checkpoint.
     """
     asked = environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else cores(context, environ)
+    return int(asked) if reading.is_count(asked) and int(asked) > 0 else cores(context, environ)
 
 
 def cores(context: RankContext, environ: Mapping[str, str] = os.environ) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -25,3 +27,51 @@ def test_a_write_that_fails_names_its_file_and_leaves_the_old_one(tmp_path: Path
         signal.signal(signal.SIGXFSZ, before)
     assert e.value.errno == errno.EFBIG
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_without_hard_links_one_of_several_makes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "1.json"
+    assert fsio.create_json(path, {"by": "first"})
+    assert not fsio.create_json(path, {"by": "second"})
+    assert json.loads(path.read_text()) == {"by": "first"} and list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o007 == 0
+
+
+def test_without_hard_links_a_write_that_fails_keeps_nobody_from_making_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def full(fd: int) -> None:
+        synced.append(fd)
+        if len(synced) == 3:  # after the temporary file and its folder
+            raise OSError(errno.ENOSPC, "no space")
+        real(fd)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        fsio.create_json(tmp_path / "1.json", {})
+    assert list(tmp_path.iterdir()) == []
+    assert fsio.create_json(tmp_path / "1.json", {})
+
+
+def test_another_failure_of_a_hard_link_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        fsio.create_json(tmp_path / "1.json", {})
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
+from clustertrain import reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.report import status
@@ -86,7 +87,7 @@ class Reader:
             higher_is_better=higher,
             runs=rows,
             best=rows[0].run if rows and rows[0].best else None,
-            gone=sum(1 for p in self._folder.iterdir() if p.name.isdigit()) - len(runs),
+            gone=sum(1 for p in self._folder.iterdir() if reading.is_count(p.name)) - len(runs),
             notes=notes,
         )
 
@@ -114,7 +115,7 @@ class Reader:
         )
 
     def _task(self, run: RunDir) -> int:
-        links = (p for p in self._folder.iterdir() if p.name.isdigit())
+        links = (p for p in self._folder.iterdir() if reading.is_count(p.name))
         return next((int(p.name) for p in links if p.resolve().name == run.id), -1)
 
     def _of(self, run: RunDir, metric: str, higher: bool) -> tuple[Value | None, Value | None]:

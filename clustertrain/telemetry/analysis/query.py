@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clustertrain import clock, schema
+from clustertrain import clock, reading, schema
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract, documents, events, state
@@ -243,9 +243,9 @@ def _pieces(parts: list[Part]) -> dict[tuple[str, str], list[Piece]]:
 def _fits(wanted: str, key: tuple[str, str], pieces: list[Piece]) -> bool:
     node, uuid = key
     where, colon, number = wanted.rpartition(":")
-    if number.isdigit() and (not colon or where == node):
+    if reading.is_count(number) and (not colon or where == node):
         return pieces[-1].facts.index == int(number)
-    return not wanted.isdigit() and uuid.lower().startswith(wanted.lower())
+    return not reading.is_count(wanted) and uuid.lower().startswith(wanted.lower())
 
 
 def _known(pieces: dict[tuple[str, str], list[Piece]]) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from clustertrain import settings
+from clustertrain import reading, settings
 from clustertrain.telemetry.readers.nvml import Device
 
 _NO_DEVICE = ("-1", "NoDevFiles", "void", "none")
@@ -37,7 +37,7 @@ def find(environ: Mapping[str, str], devices: Sequence[Device]) -> Allocation:
     """The allocated ones of ``devices`` (what NVML lists), by the rules above. Pure."""
     visible = environ.get(settings.CUDA_VISIBLE_DEVICES)
     tokens = _tokens(visible or "")
-    if tokens and not all(t.isdigit() or t in _NO_DEVICE for t in tokens):
+    if tokens and not all(reading.is_count(t) or t in _NO_DEVICE for t in tokens):
         named = _distinct([_by_uuid(t, devices) for t in tokens if t not in _NO_DEVICE])
         return Allocation(named, f"UUIDs in {settings.CUDA_VISIBLE_DEVICES}")
     gpus = _leaves(devices)
@@ -59,7 +59,7 @@ def _numbers(value: str) -> list[int]:
     found: list[int] = []
     for token in _tokens(value):
         first, _, last = token.partition("-")
-        if first.isdigit() and (last.isdigit() or not last):
+        if reading.is_count(first) and (reading.is_count(last) or not last):
             found.extend(range(int(first), int(last or first) + 1))
     return list(dict.fromkeys(found))
 
@@ -75,7 +75,7 @@ def _leaves(devices: Sequence[Device]) -> list[Device]:
 
 
 def _by_uuid(token: str, devices: Sequence[Device]) -> Device:
-    if token.isdigit():
+    if reading.is_count(token):
         index = int(token)
         return next((d for d in _leaves(devices) if d.index == index), None) or _missing("index", index)
     # CUDA takes any prefix that is unique; upper and lower case both occur.
@@ -132,7 +132,7 @@ def _slurm_memory(environ: Mapping[str, str]) -> int | None:
 def _count(environ: Mapping[str, str], name: str) -> int:
     """0 where it is not set, or is no number."""
     value = environ.get(name, "")
-    return int(value) if value.isdigit() else 0
+    return int(value) if reading.is_count(value) else 0
 
 
 def _cgroup_memory(root: Path) -> int | None:
@@ -164,4 +164,4 @@ def _limit(path: Path) -> int | None:
     except OSError:
         return None
     # "max" in version 2; in version 1 no limit is the highest number of pages.
-    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    return int(text) if reading.is_count(text) and int(text) < 1 << 60 else None

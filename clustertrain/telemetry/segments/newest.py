@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from clustertrain import reading
 from clustertrain.telemetry.segments.series import open_node
 from clustertrain.telemetry.segments.store import Header
 from clustertrain.telemetry.snapshot import Snapshot
@@ -55,7 +56,7 @@ class Newest:
 def _mark(folder: Path) -> Mark:
     """Names, sizes and times of what is in the newest segment's folder."""
     try:
-        segment = max((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+        segment = max((p for p in folder.iterdir() if reading.is_count(p.name)), key=lambda p: int(p.name))
         files = [(p.name, p.stat()) for p in sorted(segment.iterdir())]
     except (OSError, ValueError):
         return ()

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from clustertrain import reading
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.segments import archive, blocks, rollup, store
 from clustertrain.telemetry.segments.histogram import Column
@@ -304,7 +305,7 @@ def open_node(folder: Path) -> list[Segment]:
         return []
     except OSError as e:
         return [_unreadable(folder, folder.name, e)]
-    return [_open(folder / str(k), folder.name) for k in sorted(int(name) for name in names if name.isdecimal())]
+    return [_open(folder / str(k), folder.name) for k in sorted(int(name) for name in names if reading.is_count(name))]
 
 
 def _open(folder: Path, node: str) -> Segment:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain import clock
+from clustertrain import clock, reading
 from clustertrain.checkpoint.state import clean, is_dtensor, names_of_whole, parts
 from clustertrain.train import gradients
 from clustertrain.train.arriving import Arriving
@@ -163,7 +163,7 @@ class Layers:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if reading.is_count(part) else (-1, part) for part in name.split(".")]
 
 
 def _local(t: Any) -> torch.Tensor:
