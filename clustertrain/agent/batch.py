@@ -43,6 +43,7 @@ AFTER_ABORT_S = 20.0
 AGENTS_S = 600.0  # for every agent to say that it has started; Python over a busy network filesystem takes minutes
 COMMENT_S = 10.0  # for the last line in the job's comment
 LATE_RESULTS_S = 5.0  # for results to become visible after the step has ended
+FOLDER_S = 60.0  # for a run folder that is gone to come back: an automounter, or somebody who moves folders
 CANCEL_S = 60.0  # for a last checkpoint, where Slurm's own kill does not come
 LAST_CHANCE_S = 12.0  # before the end of the allocation: a requeue is accepted only while the job still runs
 
@@ -244,13 +245,28 @@ class Batch:
             return f"taken over by attempt {newer}"
         if step.taken_over:  # and the file system does not answer now
             return "taken over by a newer attempt"
+        if not self._wait_for_folder():
+            return f"the folder of the run is gone: {self.run.path}"
+        newer = self._newer_attempt()  # it may have come with the folder
+        return "" if newer is None else f"taken over by attempt {newer}"
+
+    def _wait_for_folder(self) -> bool:
+        """Whether the run's folder is there, or is again before long."""
+        if self._has_folder():
+            return True
+        print(f"clustertrain batch: {self.run.path} is gone; waiting up to {FOLDER_S:g} s", file=sys.stderr, flush=True)
+        signals = len(self.signals.received)
+        clock.wait_until(lambda: self._has_folder() or len(self.signals.received) > signals, FOLDER_S, LOOK_S)
+        return self._has_folder()
+
+    def _has_folder(self) -> bool:
         try:
             self.run.path.stat()
         except FileNotFoundError:
-            return f"the folder of the run is gone: {self.run.path}"
+            return False
         except OSError:
             pass  # a server's bad minute
-        return ""
+        return True
 
     def _newer_attempt(self) -> int | None:
         try:

@@ -135,6 +135,7 @@ def status_json(seen: Any) -> dict[str, Any]:
         "scheduler_silent": seen.silence,
         "cancelling": seen.cancelling,
         "undecided": seen.undecided,
+        "to_continue": seen.to_continue,
         "attempts": [
             {
                 "n": a.n,

@@ -72,18 +72,20 @@ class Look:
 
     @property
     def undecided(self) -> str | None:
-        """What happened where the run ended and nobody decided that it should, and what continues it."""
+        """What happened where the run ended and nobody decided that it should."""
         last = self.history[-1] if self.history else None
         if self.state != state.FAILED or (last is not None and last.stopped is not None):
             return None
         told = f" (the scheduler says {self.view.reason})" if self.view is not None and self.view.reason else ""
         if last is None or last.requeued is not None:
             n = 1 if last is None else last.n + 1
-            what = f"job {self.job_id} ended before attempt {n} began{told}"
-        else:
-            what = f"attempt {last.n} ended without a decision on the run, as when its batch process is killed{told}"
-        step = f" from step {self.step}" if self.step is not None else ""
-        return f"{what}; `clustertrain requeue {self.run.id}` continues it{step}"
+            return f"job {self.job_id} ended before attempt {n} began{told}"
+        return f"attempt {last.n} ended without a decision on the run, as when its batch process is killed{told}"
+
+    @property
+    def to_continue(self) -> str | None:
+        """The command that continues a run that nobody decided to end."""
+        return f"clustertrain requeue {self.run.id}" if self.undecided else None
 
 
 def backend_of(run: RunDir) -> Backend:

@@ -89,6 +89,8 @@ def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> Ren
         head.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
     if seen.undecided:
         head.add_row("stopped", Text(seen.undecided, style="red"))
+        # In a row of its own: a line that is broken in the middle of a command can't be copied.
+        head.add_row("continue", Text(seen.to_continue or "", style="bold", no_wrap=True, overflow="ignore"))
     for words in attempts.troubles(seen.run, seen.history):
         head.add_row("note", Text(words, style="red"))
     stopped = seen.history[-1].stopped if seen.history else None
@@ -252,7 +254,12 @@ def remarks(looks: Sequence[Look]) -> list[Text]:
     """Below the table of runs: why a scheduler's part is missing, once; runs that ended and need their owner's word."""
     silences = dict.fromkeys(x.silence for x in looks if x.silence)
     lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in silences]
-    return [Text(line, style="red") for line in (*lines, *(f"{x.run.id}: {x.undecided}" for x in looks if x.undecided))]
+    found = [Text(line, style="red") for line in lines]
+    for x in looks:
+        if x.undecided:
+            found.append(Text(f"{x.run.id}: {x.undecided}; to continue:", style="red"))
+            found.append(Text(f"  {x.to_continue}", style="bold", no_wrap=True, overflow="ignore"))
+    return found
 
 
 def runs_table(looks: Sequence[Look], width: int) -> RenderableType:

@@ -119,17 +119,14 @@ def kill_torchrun(deed: Deed) -> None:
 
 def kill_agent(deed: Deed) -> None:
     deed.hit("agent")
-    deed.lost_rank_dirs += 1
 
 
 def kill_batch(deed: Deed) -> None:
     deed.hit("batch")
-    deed.lost_rank_dirs += deed.subject.shape.nodes
 
 
 def kill_srun(deed: Deed) -> None:
     deed.hit("srun")
-    deed.lost_rank_dirs += deed.subject.shape.nodes
 
 
 # -- the scheduler's and our commands

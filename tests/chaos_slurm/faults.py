@@ -15,6 +15,7 @@ from clustertrain.run.endings import (
     SIGNAL,
     TIME_LIMIT,
     UNKNOWN,
+    USER_ERROR,
 )
 from tests.chaos_slurm import acts
 from tests.chaos_slurm.acts import DURING, Deed, Fault
@@ -51,6 +52,8 @@ def _of(*endings: str) -> frozenset[str]:
 _DIED = _of(UNKNOWN, COMMUNICATION)
 # Slurm calls a job whose node is gone a node failure; peers may see the broken connection before that.
 _NODE = _of(NODE_FAILURE, COMMUNICATION, HANG, UNKNOWN)
+# A checkpoint that finds no room ends the run, with a word on what to do.
+_FULL = _of(UNKNOWN, USER_ERROR)
 
 MENU: dict[str, Kind] = {
     "kill rank": Kind(4, acts.kill_rank, _DIED),
@@ -90,8 +93,8 @@ MENU: dict[str, Kind] = {
     "kill slurmctld": Kind(5, acts.slurmctld, _of(), harmless=True, away=True, alone=True, only_training=True),
     "kill slurmdbd": Kind(2, acts.slurmdbd, _of(), harmless=True, away=True, alone=True, only_training=True),
     "kill munged": Kind(2, acts.munged, _of(), harmless=True, away=True, alone=True, only_training=True),
-    "disk full": Kind(2, acts.full, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
-    "no inodes": Kind(2, acts.no_inodes, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
+    "disk full": Kind(2, acts.full, _FULL, harmless=True, by_hand=True, away=True),
+    "no inodes": Kind(2, acts.no_inodes, _FULL, harmless=True, by_hand=True, away=True),
     "rename run": Kind(2, acts.rename_run, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
     "run read-only": Kind(2, acts.run_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),
     "checkpoints read-only": Kind(2, acts.checkpoints_read_only, _of(UNKNOWN), harmless=True, by_hand=True, away=True),

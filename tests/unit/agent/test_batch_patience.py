@@ -1,14 +1,18 @@
-"""How long batch waits for agents once their nodes' results are there."""
+"""How long batch waits: for agents once their nodes' results are there, and for a run folder that is away."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Set
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from clustertrain.agent import batch
 from clustertrain.agent.batch import Batch, Step
+from clustertrain.run.folder import RunDir
 
 
 class Watching(Batch):
@@ -62,3 +66,43 @@ def test_a_node_whose_agent_has_ended_without_a_result_is_not_waited_for() -> No
         assert not killed.aborts_after(batch.AFTER_END_S - 1)
         assert killed.aborts_after(batch.AFTER_END_S + 1)
     assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(batch.AFTER_END_S + 1)
+
+
+class Owner(Batch):
+    """A batch that only looks after its run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path)
+        self.attempt = self.run.attempt(1)
+        self.signals = cast(Any, SimpleNamespace(received=[]))
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
+    monkeypatch.setattr(batch, "LOOK_S", 0.02)
+    (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
+    return Owner(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("newest", "lost"), [(1, ""), (2, "taken over by attempt 2")])
+def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newest: int, lost: str) -> None:
+    away = owner.run.path.rename(owner.run.path.with_name("elsewhere"))
+    (away / "attempts" / str(newest)).mkdir(exist_ok=True)
+    back = threading.Timer(0.3, away.rename, [owner.run.path])
+    back.start()
+    assert owner._lost(Step(cast(Any, None))) == lost
+    back.join()
+
+
+def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "FOLDER_S", 0.1)
+    owner.run.path.rename(owner.run.path.with_name("elsewhere"))
+    assert "the folder of the run is gone" in owner._lost(Step(cast(Any, None)))
+
+
+def test_a_signal_ends_the_wait_for_the_folder(owner: Owner) -> None:
+    owner.run.path.rename(owner.run.path.with_name("elsewhere"))
+    soon = threading.Timer(0.2, owner.signals.received.append, ["SIGTERM"])
+    soon.start()
+    assert "the folder of the run is gone" in owner._lost(Step(cast(Any, None)))  # not after a minute
+    soon.join()

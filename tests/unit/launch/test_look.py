@@ -125,7 +125,8 @@ def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, sch
     scheduler.remembered = [JobStart("7", "FAILED", start=2.0, signal=9)]
     seen = looking.look(run)
     assert seen.state == state.FAILED
-    assert f"`clustertrain requeue {run.id}` continues it from step 40" in str(seen.undecided)
+    assert "attempt 1 ended without a decision" in str(seen.undecided)
+    assert seen.to_continue == f"clustertrain requeue {run.id}"
     # A home that was read-only when the job started again: slurmstepd cannot open job.log.
     attempt(run, PREEMPTED, REQUEUED)
     assert "job 7 ended before attempt 2 began (the scheduler says JobLaunchFailure)" in str(
@@ -133,6 +134,7 @@ def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, sch
     )
     attempt(run, STOPPED)
     assert looking.look(run).undecided is None
+    assert looking.look(run).to_continue is None
 
 
 @pytest.mark.parametrize("spec", ["version = [", "nonsense = 1\n", b"\xff\xfe"])
