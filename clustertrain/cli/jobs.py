@@ -237,10 +237,13 @@ def _end_jobs(looks: Sequence[Look]) -> set[RunDir]:
     from clustertrain.run.attempts import job_ids
 
     ending: set[RunDir] = set()
-    for name in {seen.backend for seen in looks}:
-        ids = {seen.run: job_ids(seen.run) for seen in looks if seen.backend == name}
-        silence = next((seen.silence for seen in looks if seen.backend == name and seen.silence), None)
-        backend = of_run(name)
+    # Slurm answers for all jobs or for none; of a local job only its own machine knows.
+    of_slurm = [seen for seen in looks if seen.backend == "slurm"]
+    groups = [*([of_slurm] if of_slurm else []), *([seen] for seen in looks if seen.backend != "slurm")]
+    for group in groups:
+        ids = {seen.run: job_ids(seen.run) for seen in group}
+        silence = next((seen.silence for seen in group if seen.silence), None)
+        backend = of_run(group[0].backend)
         try:
             if silence is not None:
                 raise CommandFailed(silence)

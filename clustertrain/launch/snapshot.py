@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -100,7 +101,8 @@ def take(
         include: patterns of paths that are copied although they look like secrets.
 
     Raises:
-        ConfigError: larger than ``limit_mib`` MiB (the largest files are named), or a file cannot be read.
+        ConfigError: larger than ``limit_mib`` MiB (the largest files are named), a pattern matches no file, or a file
+            cannot be read.
     """
     # The folder's real place, but not the script's: a link to a script elsewhere stays a name in this folder.
     script = script.parent.resolve() / script.name
@@ -109,6 +111,7 @@ def take(
     listed = _walk(root) if repository is None else _git_files(root, "")
     names = _names(root, script, listed, without)
     name = str(script.relative_to(root))
+    _check_include(include, names, root)
     entries = _describe(root, names, lambda path: path == name or any(fnmatchcase(path, p) for p in include))
     _check_size(root, entries, limit_mib)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -129,6 +132,16 @@ def take(
         followed=next((e.target for e in entries if e.name == name and e.kind == "file"), ""),
         secrets=tuple(e.name for e in entries if e.kind == "secret"),
     )
+
+
+def _check_include(patterns: Sequence[str], names: Sequence[str], root: Path) -> None:
+    """A pattern that matches nothing is a file that the job would miss."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"--snapshot-include {shlex.quote(pattern)}: no file in {root} matches",
+                fix=f"give a path as seen from {root}; files that git ignores are never copied",
+            )
 
 
 def _names(root: Path, script: Path, listed: Iterator[str], without: Path | None) -> list[str]:

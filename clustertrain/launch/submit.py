@@ -216,6 +216,8 @@ def _refuse_home_characters(*, slurm: bool) -> None:
 
 def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snapshot | None:
     if prepared.code is None:
+        if request.snapshot_include:
+            raise ConfigError("--snapshot-include: this recipe names no code of your own, so no files are copied")
         return None
     taken = snapshot.take(
         prepared.code,

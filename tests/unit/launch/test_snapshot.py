@@ -163,6 +163,16 @@ def test_a_secret_that_is_asked_for_is_taken(repository: Path, tmp_path: Path) -
     assert {".env", "certificates/ca.pem"} <= set(names) and made.secrets == ("key.pem",)
 
 
+@pytest.mark.parametrize("pattern", ["", "[", "certificate/*", ".env"])
+def test_a_pattern_that_matches_no_file_is_refused(repository: Path, tmp_path: Path, pattern: str) -> None:
+    write(repository / ".gitignore", ".env\n")
+    write(repository / ".env")
+    write(repository / "certificates" / "ca.pem")
+    with pytest.raises(ConfigError, match="--snapshot-include .*: no file in .* matches") as e:
+        take(repository / "scripts" / "train.py", tmp_path, include=("certificates/*", pattern))
+    assert "git ignores" in str(e.value.fix)
+
+
 def test_without_git_secrets_are_left_out_too(tmp_path: Path) -> None:
     script = write(tmp_path / "plain" / "train.py")
     write(tmp_path / "plain" / ".env")

@@ -1,0 +1,45 @@
+"""``cancel`` of several local runs, one of which this machine cannot end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.cli.main import main
+from clustertrain.launch.local import JobFolder, LocalJob, folder_of
+from clustertrain.run.folder import RunDir
+from tests.unit.report.live_runs import begin, new_run
+
+
+def running(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobFolder]:
+    now = time.time()
+    run = new_run(home, now, name=name)
+    (run.events / "submit.jsonl").unlink()
+    log = fsio.Appender(run.events / "submit.jsonl")
+    log.append({"t": now - 60, "event": "submitted", "job_id": job_id, "backend": "local"})
+    log.close()
+    begin(run, now, ["local0"], steps=3)
+    fsio.write_json(run.attempt(1).record, {"job_id": job_id, "restart": 0, "nodes": ["local0"], "host": host, "t": now})
+    folder = folder_of(job_id)
+    folder.path.mkdir(parents=True)
+    # Without a process id it counts as about to start on any machine.
+    folder.write(LocalJob(job_id=job_id, run_dir=str(run.path), state="RUNNING", pid=1 if host else 0, host=host))
+    return run, folder
+
+
+def test_a_run_of_another_machine_keeps_no_other_from_being_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, _ = running(tmp_path, "far-abc234", "local-1", "elsewhere")
+    here, job = running(tmp_path, "near-abc234", "local-2", "")
+    monkeypatch.setattr(sys, "argv", ["clustertrain", "cancel", "--json", elsewhere.id, here.id])
+    assert main() == 0
+    out, err = capsys.readouterr()
+    assert {row["run"]: row["state"] for row in json.loads(out)} == {elsewhere.id: "cancelling", here.id: "cancelling"}
+    assert "runs on elsewhere" in err and f"repeat: clustertrain cancel {elsewhere.id}\n" in err
+    assert job.cancel.exists()
