@@ -24,7 +24,9 @@ def running(home: Path, name: str, job_id: str, host: str) -> tuple[RunDir, JobF
     log.append({"t": now - 60, "event": "submitted", "job_id": job_id, "backend": "local"})
     log.close()
     begin(run, now, ["local0"], steps=3)
-    fsio.write_json(run.attempt(1).record, {"job_id": job_id, "restart": 0, "nodes": ["local0"], "host": host, "t": now})
+    fsio.write_json(
+        run.attempt(1).record, {"job_id": job_id, "restart": 0, "nodes": ["local0"], "host": host, "t": now}
+    )
     folder = folder_of(job_id)
     folder.path.mkdir(parents=True)
     # Without a process id it counts as about to start on any machine.

@@ -168,7 +168,7 @@ def test_a_pattern_that_matches_no_file_is_refused(repository: Path, tmp_path: P
     write(repository / ".gitignore", ".env\n")
     write(repository / ".env")
     write(repository / "certificates" / "ca.pem")
-    with pytest.raises(ConfigError, match="--snapshot-include .*: no file in .* matches") as e:
+    with pytest.raises(ConfigError, match=r"--snapshot-include .*: no file in .* matches") as e:
         take(repository / "scripts" / "train.py", tmp_path, include=("certificates/*", pattern))
     assert "git ignores" in str(e.value.fix)
 
