@@ -83,9 +83,19 @@ class Look:
         return f"attempt {last.n} ended without a decision on the run, as when its batch process is killed{told}"
 
     @property
+    def held(self) -> bool:
+        """Its job waits, and Slurm starts it only after somebody releases it. Slurm holds a job by itself where it
+        could not start it ("launch failed requeued held": its node came back from DOWN while the last start was still
+        ending there)."""
+        reason = self.view.reason.lower() if self.view is not None and self.view.state == "PENDING" else ""
+        return "held" in reason or "jobhold" in reason
+
+    @property
     def to_continue(self) -> str | None:
-        """The command that continues a run that nobody decided to end."""
-        return f"clustertrain requeue {self.run.id}" if self.undecided else None
+        """The command that continues a run that nobody decided to end, or whose job is held."""
+        if self.undecided:
+            return f"clustertrain requeue {self.run.id}"
+        return f"scontrol release {self.job_id}" if self.held else None
 
 
 def backend_of(run: RunDir) -> Backend:

@@ -89,8 +89,9 @@ def render(seen: Look, prediction: Prediction, width: int, signs: Glyphs) -> Ren
         head.add_row("note", Text("cancelled by its owner, and not ended yet", style="magenta"))
     if seen.undecided:
         head.add_row("stopped", Text(seen.undecided, style="red"))
+    if seen.to_continue:
         # In a row of its own: a line that is broken in the middle of a command can't be copied.
-        head.add_row("continue", Text(seen.to_continue or "", style="bold", no_wrap=True, overflow="ignore"))
+        head.add_row("continue", Text(seen.to_continue, style="bold", no_wrap=True, overflow="ignore"))
     for words in attempts.troubles(seen.run, seen.history):
         head.add_row("note", Text(words, style="red"))
     stopped = seen.history[-1].stopped if seen.history else None
@@ -256,8 +257,9 @@ def remarks(looks: Sequence[Look]) -> list[Text]:
     lines = [f"states are from the runs' own files, without the scheduler's: {words}" for words in silences]
     found = [Text(line, style="red") for line in lines]
     for x in looks:
-        if x.undecided:
-            found.append(Text(f"{x.run.id}: {x.undecided}; to continue:", style="red"))
+        why = x.undecided or (f"Slurm holds its job ({x.view.reason})" if x.held and x.view is not None else "")
+        if why:
+            found.append(Text(f"{x.run.id}: {why}; to continue:", style="red"))
             found.append(Text(f"  {x.to_continue}", style="bold", no_wrap=True, overflow="ignore"))
     return found
 

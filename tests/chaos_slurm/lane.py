@@ -3,11 +3,12 @@ and checks what must hold."""
 
 from __future__ import annotations
 
+import re
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clustertrain import clock
 from clustertrain.run.state import CANCELLED, COMPLETED, FAILED, FINAL
@@ -27,6 +28,7 @@ AFTERMATH_S = 300.0  # for a run to go on after a fault, or to end
 UNHARMED_S = 8.0  # after a fault that a run may outlast
 END_S = 300.0  # for the last steps of a run that nothing happens to
 GONE_S = 90.0  # for the processes of an attempt that is over
+HELD_BY_SLURM = re.compile("launch failed")
 
 
 class Broken(AssertionError):
@@ -129,7 +131,7 @@ class Lane(threading.Thread):
             life.cut_off.add(hit)
         life.lost_rank_dirs += deed.lost_rank_dirs
         life.rounds += 1
-        state = self.aftermath(subject, hit, since, kind.harmless or not deed.reached)
+        state = self.aftermath(subject, hit, since, kind.harmless or not deed.reached, report)
         life.allow(hit, kind.endings)
         report.story.append(f"attempt {hit} -> {state}")
         if fault.kind == "lower time limit":
@@ -162,7 +164,7 @@ class Lane(threading.Thread):
             pause(8.0 * fault.pick)
         return subject.claimed()
 
-    def aftermath(self, subject: Subject, hit: int, since: float, harmless: bool) -> str:
+    def aftermath(self, subject: Subject, hit: int, since: float, harmless: bool, report: Report) -> str:
         """How it goes on: the run's final state, or ``attempt N`` that trains."""
         acted, seen, next_look = clock.monotonic(), "", 0.0
         deadline = acted + AFTERMATH_S
@@ -177,13 +179,23 @@ class Lane(threading.Thread):
                 seen = f"attempt {newest}, unharmed"
             elif clock.monotonic() > next_look:
                 next_look = clock.monotonic() + LOOK_S
-                state = subject.status()["state"]
-                seen = state if state in FINAL else ""
+                status = subject.status()
+                seen = status["state"] if status["state"] in FINAL else ""
+                self.release(status, report)
             return bool(seen)
 
         if not wait_until(settled, deadline - clock.monotonic(), 0.5):
             raise Broken(f"neither trains nor has ended {AFTERMATH_S:g} s later: {subject.status()['state']}")
         return seen
+
+    def release(self, status: Mapping[str, Any], report: Report) -> None:
+        """Where Slurm could not start a job, it holds it (22.05, where a node comes back from DOWN at once). Only its
+        owner can go on, and ``status`` must say how."""
+        if not HELD_BY_SLURM.search(status["pending_reason"] or ""):
+            return
+        command = status["to_continue"]
+        assert command == f"scontrol release {status['job_id']}"
+        report.story.append(f"{command}: {testbed.run(*command.split()).returncode}")
 
     # -- what must hold
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from clustertrain.errors import CommandFailed
 from clustertrain.launch import look as looking
 from clustertrain.launch.backend import JobStart, JobView
 from clustertrain.launch.slurm import SlurmBackend
+from clustertrain.report import status, terminal
+from clustertrain.report.prediction import Prediction
 from clustertrain.run import folder, state
 from clustertrain.run.folder import RunDir
 
@@ -135,6 +138,38 @@ def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, sch
     attempt(run, STOPPED)
     assert looking.look(run).undecided is None
     assert looking.look(run).to_continue is None
+
+
+@pytest.mark.parametrize(
+    ("state_", "reason", "command"),
+    [
+        ("PENDING", "launch failed requeued held", "scontrol release 7"),
+        ("PENDING", "JobHeldUser", "scontrol release 7"),
+        ("PENDING", "JobHoldMaxRequeue", "scontrol release 7"),
+        ("PENDING", "Resources", None),
+        ("RUNNING", "None", None),
+    ],
+)
+def test_a_job_that_is_held_says_how_to_release_it(
+    run: RunDir, scheduler: Scheduler, state_: str, reason: str, command: str | None
+) -> None:
+    scheduler.queue = {"7": JobView("7", state_, reason=reason)}
+    assert looking.look(run).to_continue == command
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("reason", ["NonZeroExitCode", "RaisedSignal:9(Killed)", "JobLaunchFailure", ""])
+def test_the_command_that_continues_a_run_is_never_broken(
+    run: RunDir, scheduler: Scheduler, width: int, reason: str
+) -> None:
+    attempt(run, (3.0, "checkpoint", {"step": 40}))
+    scheduler.queue = {"7": JobView("7", "FAILED", reason=reason)}
+    seen = looking.look(run)
+    out = io.StringIO()
+    console = terminal.make_console(out, width)
+    terminal.emit(console, status.render(seen, Prediction(), width, terminal.ASCII))
+    terminal.emit(console, *status.remarks([seen]))
+    assert out.getvalue().count(f"  clustertrain requeue {run.id}\n") == 2
 
 
 @pytest.mark.parametrize("spec", ["version = [", "nonsense = 1\n", b"\xff\xfe"])
