@@ -1,5 +1,5 @@
 """``python -m tests.chaos_slurm``: runs on the one-machine Slurm cluster to which things happen, round after round;
-``--round N`` plays one again. Needs root; brings the cluster up and takes it down.
+``--round N`` plays one again, ``--first N`` goes on with a seed. Needs root; brings the cluster up and takes it down.
 
 Exit status: 0 all held, 1 something did not, 77 this machine cannot run the cluster.
 """
@@ -27,10 +27,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos_slurm", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", default=os.urandom(3).hex(), help="what the rounds are drawn from")
     parser.add_argument("--rounds", type=int, default=100, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first round's number (default: 0)")
     parser.add_argument("--round", type=int, metavar="N", help="this one alone")
     parser.add_argument("--kind", action="append", choices=sorted(MENU), default=[], help="these alone are drawn from")
     args = parser.parse_args()
-    numbers = range(args.rounds) if args.round is None else range(args.round, args.round + 1)
+    first, rounds = (args.first, args.rounds) if args.round is None else (args.round, 1)
+    numbers = range(first, first + rounds)
     print(f"seed {args.seed}", flush=True)
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
