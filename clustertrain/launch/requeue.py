@@ -119,7 +119,8 @@ def _stopped(e: Evidence) -> Verdict:
         return Verdict(endings.PREEMPTED, "the scheduler preempted the job")
     asked = e.stop_at or e.now
     if e.out_of_time:
-        return Verdict(endings.TIME_LIMIT, "the ranks had not left when the time limit was near; ended by force")
+        who = "the ranks had not left" if any(n not in e.results for n in e.nodes) else "the agents were still writing"
+        return Verdict(endings.TIME_LIMIT, f"{who} when the time limit was near; ended by force")
     if e.end_time is not None and ("deadline" in e.sources or asked >= e.end_time - e.lead_s - NEAR_LIMIT_S):
         return Verdict(endings.TIME_LIMIT, f"stopped {max(0.0, e.end_time - asked):.0f} s before the time limit")
     source = ", ".join(e.sources) or "an unknown source"
@@ -132,6 +133,7 @@ def _stopped(e: Evidence) -> Verdict:
     return Verdict(endings.UNKNOWN, f"stopped on request of {source}; the scheduler names no cause")
 
 
+STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"})
 UNEXPLAINED = frozenset({"crashed", "exited", "killed", "device", "storage", "launcher"})
 _SCHEDULER_KINDS = {"out_of_memory": endings.OUT_OF_MEMORY, "user_error": endings.USER_ERROR}
 
@@ -151,8 +153,11 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     killed_by = _signal_of(e.step_exit) if e.view is not None else ""
     if missing and killed_by:
         # The scheduler still counts on all nodes, and the launcher could wait for the agent's process.
-        names = ", ".join(missing)
-        return Verdict(endings.UNKNOWN, f"the agent on {names} was killed by {killed_by}, and its ranks with it")
+        reason = f"the agent on {', '.join(missing)} was killed by {killed_by}, and its ranks with it"
+        if e.view is not None and e.view.preempt_time is not None:
+            return Verdict(endings.PREEMPTED, f"the scheduler preempted the job; {reason}")
+        # An agent that is still starting has no handlers yet.
+        return Verdict(endings.SIGNAL if killed_by in STOP_SIGNALS else endings.UNKNOWN, reason)
     if missing and not e.results:
         return Verdict(endings.UNKNOWN, f"no node wrote a result (the step ended with {e.step_exit}): see job.log")
     if missing:

@@ -123,6 +123,19 @@ def test_a_killed_agent_is_not_its_nodes_fault() -> None:
     assert verdict is not None
     assert (verdict.ending, verdict.blamed) == (endings.UNKNOWN, ())
     assert verdict.reason == "the agent on n2 was killed by SIGKILL, and its ranks with it"
+
+
+@pytest.mark.parametrize(("view", "ending"), [(RUNNING, endings.SIGNAL), (PREEMPTED, endings.PREEMPTED)])
+def test_an_agent_that_a_signal_meets_while_it_starts(view: JobView, ending: str) -> None:
+    # scancel -s TERM, or the warning of a preemption, before Python has installed the handlers.
+    verdict = classify(evidence({}, view=view, step_exit=143, without_agent=frozenset(NODES)))
+    assert verdict is not None and verdict.ending == ending and "SIGTERM" in verdict.reason
+
+
+def test_agents_that_are_ended_after_their_ranks_have_left() -> None:
+    verdict = classify(evidence(STOPPED, view=None, stop_at=985.0, end_time=1010.0, out_of_time=True))
+    assert verdict is not None and verdict.ending == endings.TIME_LIMIT
+    assert verdict.reason.startswith("the agents were still writing")
     unknown_to_slurm = classify(evidence({"n1": result("failed", "communication")}, step_exit=137, view=None))
     assert unknown_to_slurm is not None and unknown_to_slurm.blamed == ("n2",)
 
