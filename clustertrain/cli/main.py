@@ -6,10 +6,11 @@ import contextlib
 import errno
 import gc
 import importlib
+import sys
 
 import click
 
-from clustertrain.cli.output import complain, standing_streams, written_out
+from clustertrain.cli.output import complain, standing_streams, unwritten, written_out
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 from clustertrain.printable import printing_safely
 
@@ -108,6 +109,7 @@ def _run() -> int:
     except OSError as e:
         if e.errno not in _OF_FILES:
             raise
-        complain(f"clustertrain: {e.filename or 'a file'}: {e.strerror}")
+        if e.filename or unwritten(sys.stdout) is None:  # else :func:`written_out` names what was lost
+            complain(f"clustertrain: {e.filename or 'a file'}: {e.strerror}")
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

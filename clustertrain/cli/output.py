@@ -41,21 +41,23 @@ def written_out(code: int) -> int:
 
     Python writes out what is left at its end: where that fails it prints "Exception ignored in …" and exits with 120.
     """
-    lost = _flush(sys.stdout)
-    if lost is not None and code == 0:
-        code = EXIT_FAILED
+    lost = unwritten(sys.stdout)
+    if lost is not None:
+        code = code or EXIT_FAILED
         if lost.errno != errno.EPIPE:  # whoever reads has left, `| head`, and knows
             complain(f"clustertrain: standard output: {lost.strerror}")
-    _flush(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if unwritten(stream) is not None:
+            # It would be tried again.
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+                os.dup2(nowhere.fileno(), stream.fileno())
     return code
 
 
-def _flush(stream: IO[str]) -> OSError | None:
+def unwritten(stream: IO[str]) -> OSError | None:
+    """Why what the stream still holds cannot be written; None where it holds nothing any more."""
     try:
         stream.flush()
     except OSError as e:
-        # What the stream still holds would be tried again.
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-            os.dup2(nowhere.fileno(), stream.fileno())
         return e
     return None

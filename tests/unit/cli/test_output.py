@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.cli import output
 from clustertrain.cli.common import print_json, print_json_line
 from clustertrain.printable import printing_safely
 
@@ -33,6 +34,18 @@ def test_output_lost_on_a_full_disk_is_a_failure(words: tuple[str, ...], tmp_pat
     code, _, said = shell(f"{CLUSTERTRAIN} {' '.join(words)} > /dev/full", tmp_path)
     assert code == 1
     assert said.startswith("clustertrain: ") and said.endswith(": No space left on device\n") and said.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_lost_output_of_a_command_that_failed_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`checkpoint diff` exits with 1 where it finds a difference, and its output was to say which."""
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", full)
+        full.write("they differ")
+        assert output.written_out(1) == 1
+    assert capsys.readouterr().err == "clustertrain: standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
