@@ -151,4 +151,4 @@ def _run(box: Sandbox, name: str, job_id: str, state: str) -> RunDir:
     return run
 
 
-CLASSES = (InputClass("requeues", requests, play, 120),)
+CLASSES = (InputClass("requeues", requests, play, 300),)
