@@ -7,6 +7,7 @@ before it, or make a text look like another one (the characters that turn its di
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import IO, Any, TextIO, cast
 
 # C0 but \t and \n, DEL, C1, what turns the direction of text, and halves of surrogate pairs, which no encoding takes.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
 
 
 def printable(text: str, *, but: str = "") -> str:
@@ -26,9 +28,20 @@ def _escape(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def printable_json(document: str) -> str:
-    """JSON with escapes of JSON's own for what JSON allows to stand as it is and a terminal would act on."""
-    return _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", document)
+def printable_json(document: str, encoding: str | None = None) -> str:
+    """JSON with escapes of JSON's own for what JSON allows to stand as it is and a terminal would act on, and for what
+    ``encoding`` lacks."""
+    document = _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", document)
+    if _encodable(document, encoding) == document:
+        return document
+    return _NOT_ASCII.sub(lambda m: json.dumps(m[0])[1:-1], document)
+
+
+def _encodable(text: str, encoding: str | None) -> str:
+    """``text`` with escapes for what ``encoding`` lacks: a stream of Python's raises there."""
+    if encoding is None or text.isascii():
+        return text
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class PrintableStream:
@@ -38,7 +51,7 @@ class PrintableStream:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(printable(text))
+        return self.raw.write(_encodable(printable(text), self.raw.encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

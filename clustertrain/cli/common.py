@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,12 +79,16 @@ def print_json(value: Any) -> None:
     """One document, keys in the order of the struct; numbers of any kind that msgspec knows."""
     import msgspec
 
-    click.echo(printable_json(msgspec.json.format(_encoded(value), indent=2).decode()))
+    _print_document(msgspec.json.format(_encoded(value), indent=2))
 
 
 def print_json_line(value: Any) -> None:
     """As :func:`print_json`, on one line."""
-    click.echo(printable_json(_encoded(value).decode()))
+    _print_document(_encoded(value))
+
+
+def _print_document(document: bytes) -> None:
+    click.echo(printable_json(document.decode(), getattr(sys.stdout, "encoding", None)))
 
 
 def _encoded(value: Any) -> bytes:

@@ -159,7 +159,7 @@ def status_json(seen: Any) -> dict[str, Any]:
         "roll_backs": seen.roll_backs,
         "goodput": msgspec.to_builtins(seen.goodput),
         "contract": msgspec.to_builtins(seen.contract),
-        "recipe_hash": recipe_hash(seen.run),
+        "recipe_hash": seen.recipe_hash or recipe_hash(seen.run),
         "run_dir": str(seen.run.path),
     }
 

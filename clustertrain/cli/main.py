@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
+import sys
 
 import click
 
+from clustertrain.cli.output import complain, standing_streams, unwritten, written_out
 from clustertrain.errors import EXIT_FAILED, ClusterTrainError
 from clustertrain.printable import printing_safely
 
@@ -81,8 +84,10 @@ def main() -> int:
     # cycles (submit: 0.22 s of processor time, 0.15 s so). Most of that at its exit, which skips what is frozen.
     gc.set_threshold(GC_THRESHOLD)
     try:
-        with printing_safely():
-            return _run()
+        with standing_streams():
+            with printing_safely():
+                code = _run()
+            return written_out(code)
     finally:
         gc.freeze()
 
@@ -91,16 +96,20 @@ def _run() -> int:
     try:
         result = cli.main(prog_name="clustertrain", standalone_mode=False)
     except ClusterTrainError as e:
-        click.echo(f"clustertrain: {e}", err=True)
+        complain(f"clustertrain: {e}")
         return e.exit_code
     except click.ClickException as e:
-        e.show()
+        with contextlib.suppress(OSError):
+            e.show()
         return e.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except SystemExit:  # click's end of a command whose reader has left, `| head`
+        return EXIT_FAILED
     except OSError as e:
         if e.errno not in _OF_FILES:
             raise
-        click.echo(f"clustertrain: {e.filename or 'a file'}: {e.strerror}", err=True)
+        if e.filename or unwritten(sys.stdout) is None:  # else :func:`written_out` names what was lost
+            complain(f"clustertrain: {e.filename or 'a file'}: {e.strerror}")
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

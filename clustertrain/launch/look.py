@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -16,6 +16,7 @@ from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract import Standing
 from clustertrain.run.folder import RunDir, readable
 from clustertrain.run.goodput import Goodput, ledger
+from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
 
 
@@ -52,6 +53,7 @@ class Look:
     goodput: Goodput
     skipped_steps: int = 0  # because loss or gradient was not finite, or the loss a spike
     contract: Standing | None = None
+    recipe_hash: str = ""  # of :func:`look_all` alone: whoever shows many runs reads no file of one again
 
     @property
     def roll_backs(self) -> int:
@@ -224,7 +226,7 @@ _DAMAGE = Exception
 def _look_or_say(run: RunDir, answers: Answers) -> Look | Unreadable:
     try:
         with readable():
-            return look(run, answers)
+            return replace(look(run, answers), recipe_hash=recipe_hash(run))
     except _DAMAGE as e:
         if isinstance(e, ClusterTrainError):
             return Unreadable(run, e.message, e.fix)

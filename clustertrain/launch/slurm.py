@@ -152,7 +152,7 @@ def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | N
     # Not at the top: it imports submitit, which only a submission needs.
     from clustertrain.launch import submitit_adapter
 
-    text = (folder / "job.sh").read_text()
+    text = reading.read_text(folder / "job.sh")
     clean = settings.without_allocation(os.environ if environ is None else environ)
     # sbatch believes its environment more than the script, but what the user typed stands in the script.
     clean = {k: v for k, v in clean.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}

@@ -21,7 +21,6 @@ from clustertrain.run import attempts, documents
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
-from clustertrain.run.identity import recipe_hash
 from clustertrain.spec.evaluation import PREFIX
 
 if TYPE_CHECKING:
@@ -275,6 +274,6 @@ def runs_table(looks: Sequence[Look], width: int) -> RenderableType:
         Column("step", [steps_of(x) for x in looks], right=True),
         Column("attempts", [str(len(x.history)) for x in looks], right=True),
         Column("started", [local_time(t) for t in started]),
-        Column("recipe", [recipe_hash(x.run)[:RECIPE_DIGITS] for x in looks]),
+        Column("recipe", [x.recipe_hash[:RECIPE_DIGITS] for x in looks]),
     ]
     return fitted(columns, width, dropped=("attempts", "started", "job", "step"))

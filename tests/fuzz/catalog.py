@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from tests.fuzz.inputs import commands, documents, repositories, run_files, scripts, surroundings, tables
+from tests.fuzz.inputs import (
+    commands,
+    documents,
+    meanwhile,
+    outputs,
+    repositories,
+    requeues,
+    run_files,
+    scripts,
+    surroundings,
+    tables,
+)
 from tests.fuzz.play import InputClass, Played, play
 from tests.fuzz.sandbox import sandbox
 
 CLASSES: dict[str, InputClass] = {
     of.name: of
-    for module in (documents, commands, run_files, tables, repositories, scripts, surroundings)
+    for module in (
+        documents,
+        commands,
+        run_files,
+        tables,
+        repositories,
+        scripts,
+        surroundings,
+        outputs,
+        requeues,
+        meanwhile,
+    )
     for of in module.CLASSES
 }
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 from unittest import mock
 
 from clustertrain.cli.main import main
@@ -121,14 +122,20 @@ class Sandbox:
         Raises:
             FaultFound: it misbehaved.
         """
-        argv = [self.arm(word) for word in argv]
         out, err = io.BytesIO(), io.BytesIO()
         # As Python's own: a command whose output cannot be encoded ends with a traceback.
         stdout = io.TextIOWrapper(out, "utf-8", errors="strict", write_through=True)
         stderr = io.TextIOWrapper(err, "utf-8", errors="backslashreplace", write_through=True)
+        code = self.run(argv, stdout, stderr)
+        said = Said(code, out.getvalue().decode(), err.getvalue().decode())
+        self.judge(argv, said, terminal_safe=terminal_safe)
+        return said
+
+    def run(self, argv: Sequence[str], stdout: TextIO | None, stderr: TextIO | None) -> int:
+        """As :meth:`call`, with these streams, and without a look at what was printed; returns the exit status."""
         code = 0
         with (
-            mock.patch.object(sys, "argv", ["clustertrain", *argv]),
+            mock.patch.object(sys, "argv", ["clustertrain", *(self.arm(word) for word in argv)]),
             contextlib.redirect_stdout(stdout),
             contextlib.redirect_stderr(stderr),
             mock.patch.object(sys, "stdin", io.StringIO()),
@@ -138,12 +145,11 @@ class Sandbox:
         ):
             code = main()
         self.exits[code] += 1
-        said = Said(code, out.getvalue().decode(), err.getvalue().decode())
-        self._judge(argv, said, terminal_safe)
         self.check()
-        return said
+        return code
 
-    def _judge(self, argv: Sequence[str], said: Said, terminal_safe: bool) -> None:
+    def judge(self, argv: Sequence[str], said: Said, *, terminal_safe: bool) -> None:
+        """Raises FaultFound where the exit status or what was printed is not as it must be."""
         verb = next((word for word in argv if word.isalpha()), "")
         if said.code not in EXIT_CODES:
             raise FaultFound(Fault("exit", verb, f"exit status {said.code}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -14,12 +15,13 @@ import pytest
 from hypothesis import strategies as st
 
 from clustertrain.errors import ClusterTrainError
+from clustertrain.run.folder import RunDir
 from tests.fuzz import sandbox as sandboxes
 from tests.fuzz.catalog import CLASSES, shares
-from tests.fuzz.inputs import repositories, run_files
+from tests.fuzz.inputs import outputs, repositories, requeues, run_files
 from tests.fuzz.judge import FaultFound, watching
 from tests.fuzz.play import InputClass, play
-from tests.fuzz.sandbox import RAW, SECRET, Sandbox, sandbox
+from tests.fuzz.sandbox import RAW, SECRET, Said, Sandbox, sandbox
 
 
 @pytest.fixture
@@ -146,6 +148,41 @@ def test_a_hidden_neighbor_is_a_fault() -> None:
     run_files._neighbor_is_listed(f"| {run_files.NEIGHBOR} |")
     with pytest.raises(FaultFound, match="hidden"):
         run_files._neighbor_is_listed("| llama-abc234 |")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--wrap=true", "job.sh"], 0),
+        (["--qos=another", "job.sh"], 0),
+        (["--qos=x", "job.sh"], 1),
+    ],
+)
+def test_a_requeue_that_submits_what_nobody_asked_for_is_a_fault(tmp_path: Path, words: list[str], code: int) -> None:
+    def judged(words: list[str], code: int) -> None:
+        called = ["sbatch", "--parsable", f"--chdir={tmp_path}", *words[:-1], f"{tmp_path}/{words[-1]}"]
+        requeues._judge(RunDir(tmp_path), Said(code, "", ""), called, {"qos": "x"}, accepted=True)
+
+    judged(["--qos=x", "job.sh"], 0)
+    with pytest.raises(FaultFound, match="argv"):
+        judged(words, code)
+
+
+def test_a_requeue_that_names_the_job_of_another_run_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(FaultFound, match="neighbor"):
+        requeues._judge(RunDir(tmp_path), Said(1, "", ""), ["scancel", requeues.NEIGHBORS_JOB], {}, accepted=True)
+
+
+def test_output_that_is_lost_without_a_word_is_a_fault(box: Sandbox) -> None:
+    with outputs.Failing(0, errno.ENOSPC) as out:
+        with pytest.raises(OSError, match="No space"):
+            out.write(b"x")
+        for said in (Said(0, "", "told"), Said(1, "", "")):
+            with pytest.raises(FaultFound, match="lost"):
+                outputs._judge(box, ("list",), said, out, whole_stderr=True)
+        outputs._judge(box, ("list",), Said(1, "", "told"), out, whole_stderr=True)
+    with outputs.Failing(-1, 0) as out, pytest.raises(FaultFound, match="json"):
+        outputs._judge(box, ("list", "--json"), Said(0, "[", ""), out, whole_stderr=True)
 
 
 def test_playing_goes_on_after_a_fault_and_reduces_its_input(box: Sandbox) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from clustertrain import fsio, settings
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.storage import StorageError
+from clustertrain.cli.jobs import list_
+from clustertrain.launch import look
 from clustertrain.run import folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 from tests.unit.checkpoint.saved import state_of
+from tests.unit.report import live_runs
 
 
 @pytest.fixture
@@ -55,3 +59,22 @@ def test_folders_elsewhere_are_made_with_all_that_lacks_above_them(run: RunDir, 
     shutil.rmtree(run.path)
     fsio.make_folder(tmp_path / "my" / "own" / "checkpoints")
     assert (tmp_path / "my" / "own" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_run_that_goes_while_list_reads_hides_no_other(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes after the last look at its state: nothing of it is read for the table."""
+    going, staying = (live_runs.new_run(tmp_path, 1e9, name=name) for name in ("going-abc234", "staying-abc234"))
+    looked = look.look_all
+
+    def then_goes(runs: Sequence[RunDir]) -> list[look.Look | look.Unreadable]:
+        seen = looked(runs)
+        shutil.rmtree(going.path)
+        return seen
+
+    monkeypatch.setattr(look, "look_all", then_goes)
+    done = CliRunner().invoke(list_, list(options))
+    assert done.exit_code == 0, done.output
+    assert going.id in done.stdout and staying.id in done.stdout

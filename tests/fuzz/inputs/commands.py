@@ -19,7 +19,7 @@ from tests.fuzz.play import InputClass
 from tests.fuzz.sandbox import Sandbox
 from tests.unit.report.live_runs import begin, new_run
 
-# They start processes that train, or look at the machine for minutes.
+# They start processes that train, look at the machine for minutes, or, as requeue and data, have a class of their own.
 NOT_CALLED = frozenset({"diagnose", "requeue", "data", "cluster detect", "runs track"})
 # Each starts a process, or waits.
 NOT_GIVEN = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +33,8 @@ def submissions() -> SearchStrategy[tuple[dict[str, str], list[tuple[str, str]],
 
 def play(box: Sandbox, drawn: tuple[dict[str, str], list[tuple[str, str]], list[str]]) -> None:
     env, options, passed = drawn
+    # A folder that the user names is the user's: the judge allows the site and the home alone.
+    options = [(option, value) for option, value in options if option != "--checkpoint-dir" or _within(box, value)]
     _profile(box)
     env = {name: box.arm(value) for name, value in env.items()}
     argv = ["submit", "--json", "--backend", "slurm", "--cluster", "spy", "--nodes", "2", "--gpus", "4"]
@@ -43,14 +46,20 @@ def play(box: Sandbox, drawn: tuple[dict[str, str], list[tuple[str, str]], list[
         return
     run = Path(json.loads(said.out)["run_dir"])
     try:
-        _judge(box, run, env)
+        _judge(box, run, env, box.arm(" ".join((*passed, *(value for _, value in options)))))
     finally:
         shutil.rmtree(run)
 
 
-def _judge(box: Sandbox, run: Path, env: dict[str, str]) -> None:
+def _within(box: Sandbox, folder: str) -> bool:
+    path = os.path.normpath(box.site / folder.removeprefix("file://"))
+    return Path(path).is_relative_to(box.site)
+
+
+def _judge(box: Sandbox, run: Path, env: dict[str, str], public: str) -> None:
+    """``public`` is what was typed where everybody may read it: a value that is typed there as well is no secret."""
     # Beside the name of a variable and the folders of the sandbox, a short value would be found by chance.
-    long = {value for value in env.values() if len(value) >= 8 and value not in str(box.site)}
+    long = {value for value in env.values() if len(value) >= 8 and value not in str(box.site) and value not in public}
     for path in run.iterdir():
         if (
             path.is_file()

@@ -1,0 +1,16 @@
+"""A job.sh that is no file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from clustertrain.launch import slurm
+
+
+def test_a_job_script_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.sh")
+    with pytest.raises(OSError, match=r"job\.sh"):
+        slurm._sbatch(tmp_path, [], {})
