@@ -19,7 +19,7 @@ GC_THRESHOLD = 100_000
 # What a file system reports about a path or its disk: no mistake of this program.
 _OF_FILES = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
-    | {errno.ENOTDIR, errno.ETIMEDOUT}
+    | {errno.ENOTDIR, errno.ETIMEDOUT, errno.EBADF, errno.EFBIG}
 )
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.
@@ -110,6 +110,7 @@ def _run() -> int:
         if e.errno not in _OF_FILES:
             raise
         if e.filename or unwritten(sys.stdout) is None:  # else :func:`written_out` names what was lost
-            complain(f"clustertrain: {e.filename or 'a file'}: {e.strerror}")
+            unnamed = "standard output" if e.errno in (errno.EBADF, errno.EFBIG) else "a file"
+            complain(f"clustertrain: {e.filename or unnamed}: {e.strerror}")
         return EXIT_FAILED
     return result if isinstance(result, int) else 0

@@ -55,6 +55,22 @@ def test_a_reader_that_has_left_is_told_nothing(words: tuple[str, ...], tmp_path
     assert (code, said) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (f"{CLUSTERTRAIN} list 1< /dev/null", "Bad file descriptor"),
+        (f"head -c 1023 /dev/zero > big; ulimit -f 1; {CLUSTERTRAIN} list >> big", "File too large"),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_named(
+    line: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened for reading, and full by `ulimit -f`."""
+    monkeypatch.chdir(tmp_path)
+    code, _, said = shell(line, tmp_path)
+    assert (code, said) == (1, f"clustertrain: standard output: {why}\n")
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_closed_stdout_leads_nowhere(words: tuple[str, ...], tmp_path: Path) -> None:
     assert shell(f"{CLUSTERTRAIN} {' '.join(words)} >&-", tmp_path)[::2] == (0, "")
