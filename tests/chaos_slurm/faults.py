@@ -122,7 +122,7 @@ def kind_of(fault: Fault) -> Kind:
     if other is None:
         return replace(kind, endings=endings)
     if fault.kind == "kill slurmctld" and fault.during == "preempt":
-        # Nobody else knows that it was a preemption, and slurmctld itself forgets it in a restart. What stays is that the
-        # allocation ends within the grace time.
+        # Nobody else knows that it was a preemption, and slurmctld itself forgets it in a restart. What stays is that
+        # the allocation ends within the grace time.
         endings |= _of(UNKNOWN, SIGNAL, TIME_LIMIT)
     return replace(kind, endings=endings, harmless=other.harmless, by_hand=other.by_hand, cancels=other.cancels)
