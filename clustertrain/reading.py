@@ -79,8 +79,12 @@ def opened(path: Path, *, piped: bool = False) -> Iterator[BinaryIO]:
         if e.errno == errno.ELOOP:
             raise UnusableFile(path, "is a link that points to itself") from e
         raise
+    try:
+        _refuse_kind(path, os.fstat(fd).st_mode, piped)  # somebody may have changed it between the two calls
+    except BaseException:
+        os.close(fd)
+        raise
     with os.fdopen(fd, "rb") as file:
-        _refuse_kind(path, os.fstat(fd).st_mode, piped)
         yield file
 
 

@@ -20,6 +20,8 @@ GC_THRESHOLD = 100_000
 _OF_FILES = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP, errno.ENAMETOOLONG}
     | {errno.ENOTDIR, errno.ETIMEDOUT, errno.EBADF, errno.EFBIG}
+    # Somebody removes or changes a run's files while a command reads them.
+    | {errno.ENOENT, errno.EISDIR}
 )
 
 # verb: (where, one line of help). The help stands here so that the list needs no import.

@@ -182,11 +182,12 @@ class RunDir:
     def committed_steps(self) -> list[int]:
         """Steps with a committed checkpoint that counts, oldest first. The marker comes last, so a half-written one is
         not here, nor is one that the run has gone back behind."""
-        folder = self.checkpoints
-        if not folder.is_dir():
+        try:
+            paths = list(self.checkpoints.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
         condemned = self._condemned()
-        found = ((re.fullmatch(r"step-(\d{8,})", p.name), p / "COMMITTED") for p in folder.iterdir())
+        found = ((re.fullmatch(r"step-(\d{8,})", p.name), p / "COMMITTED") for p in paths)
         steps = [(int(name[1]), marker) for name, marker in found if name and marker.is_file()]
         return sorted(step for step, marker in steps if (step, _read(marker)) not in condemned)
 

@@ -43,6 +43,24 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) 
     assert fsio.peek_json(path) is None and fsio.last_lines(path, 100) == []
 
 
+def test_a_file_that_becomes_a_folder_before_it_is_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "odd"
+    path.write_text("{}")
+    before, real_open = len(list(Path("/proc/self/fd").iterdir())), os.open
+
+    def replaced(name: Path, flags: int) -> int:
+        path.unlink()
+        path.mkdir()
+        return real_open(name, flags)
+
+    monkeypatch.setattr(os, "open", replaced)
+    with pytest.raises(UnusableFile, match="is a folder"):
+        reading.read_bytes(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("[1]")
     (tmp_path / "b").symlink_to("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.cli.jobs import list_
+from clustertrain.cli.main import main
 from clustertrain.launch import look
 from clustertrain.run import folder
 from clustertrain.run.events import EventLog
@@ -78,3 +80,26 @@ def test_a_run_that_goes_while_list_reads_hides_no_other(
     done = CliRunner().invoke(list_, list(options))
     assert done.exit_code == 0, done.output
     assert going.id in done.stdout and staying.id in done.stdout
+
+
+def test_a_run_without_its_checkpoints_folder_has_no_committed_step(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.checkpoints.mkdir(exist_ok=True)
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it was there a moment ago
+    run.checkpoints.rmdir()
+    assert run.committed_steps() == []
+
+
+def test_a_run_that_goes_while_status_reads_it_is_an_error_without_a_traceback(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def goes(_: RunDir) -> None:
+        run.spec.unlink()
+        run.spec.read_bytes()
+
+    run.spec.write_text("version = 1\n")
+    monkeypatch.setattr(look, "look", goes)
+    monkeypatch.setattr(sys, "argv", ["clustertrain", "status", run.id])
+    assert main() == 1
+    assert capsys.readouterr().err == f"clustertrain: {run.spec}: No such file or directory\n"

@@ -83,7 +83,7 @@ def play(box: Sandbox, drawn: Drawn) -> None:
     log.unlink(missing_ok=True)
     with mock.patch.object(continuing, "ANSWER_S", 0.0), mock.patch.object(continuing, "WRITING_S", 0.0):
         said = box.call(("requeue", RUN, *(f"--{name}={value}" for name, value in options.items())))
-    words = log.read_text("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
+    words = log.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
     _judge(run, said, words, {name: box.arm(value) for name, value in options.items()}, accepted="4720" in outcome)
     if contents(neighbor.path) != before:
         raise FaultFound(Fault("neighbor", "requeue", "changed the files of another run"))
