@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from clustertrain import fsio
+from clustertrain import fsio, reading
 from clustertrain.errors import ConfigError
 from clustertrain.spec.data import DataSpec
 from clustertrain.spec.shards import BYTES, INDEX, Index, Shard, Width
@@ -144,7 +143,7 @@ def texts(path: Path, pattern: str, documents: DocumentsAre, key: str) -> Iterat
 
 def _of_json(file: Path, number: int, line: bytes, key: str) -> bytes:
     try:
-        found = json.loads(line)[key]
+        found = reading.parse(line)[key]
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{file}, line {number}: no JSON object with {key!r}: {e}", fix="name the key: --key") from e
     if not isinstance(found, str):

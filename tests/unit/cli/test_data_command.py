@@ -73,6 +73,19 @@ def test_lines_of_json(folder: Path) -> None:
     assert tokenized(folder, "--documents", "jsonl", "--key", "body")[1] == [[*b"a.txt"], [*b"b.md"]]
 
 
+def test_a_line_of_json_that_no_reader_takes_is_named(folder: Path) -> None:
+    for line, why in (("[" * 100_000, "levels deep"), (f'{{"text": {"9" * 5000}}}', "digits")):
+        (folder / "text" / "a.txt").write_text(line + "\n")
+        with pytest.raises(ConfigError, match=f"a.txt, line 1: .*{why}"):
+            tokenized(folder, "--documents", "jsonl")
+
+
+def test_half_a_character_in_json_becomes_the_replacement_character(folder: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (folder / "text" / name).write_text('{"text": "\\ud83d"}\n')
+    assert tokenized(folder, "--documents", "jsonl")[1] == [[*"\ufffd".encode()]] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
