@@ -19,6 +19,12 @@ from tests.unit.telemetry.segments import fill, header
 SPEC = "version = 1\n"
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a killed process may take longer to end than an agent waits for it."""
+    monkeypatch.setattr(recording, "REAP_S", 60.0)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     made = RunDir(tmp_path / "runs" / "gpt-abc234")
