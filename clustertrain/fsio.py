@@ -66,7 +66,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def create_json(path: Path, value: Any) -> bool:
     """Make ``path`` with ``value`` in it, whole and durable; False where it is there already. Of several who do this at
-    once, on NFS too, one succeeds. Where the file system has no hard links, a reader may find it empty for a moment."""
+    once, on NFS too, one succeeds. Without hard links, a reader may find the file empty for a moment."""
     made = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     write_json(made, value)
     try:

@@ -1,4 +1,4 @@
-"""The beginning and the end of a command's output: streams that were closed, and what could not be written."""
+"""Closed output streams, and output that could not be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clustertrain.errors import EXIT_FAILED
 
 @contextlib.contextmanager
 def standing_streams() -> Iterator[None]:
-    """In the place of a stream that was closed, `>&-`, for which Python has None, there is one that leads nowhere."""
+    """Replace a closed stdout or stderr (`>&-`, None in Python) with one that discards what is written."""
     before = sys.stdout, sys.stderr
     with contextlib.ExitStack() as opened:
         sys.stdout, sys.stderr = (
@@ -31,13 +31,13 @@ def standing_streams() -> Iterator[None]:
 
 
 def complain(words: str) -> None:
-    """On stderr. Where that is lost as well, the exit status alone tells."""
+    """Print ``words`` to stderr. If that fails too, only the exit status reports the error."""
     with contextlib.suppress(OSError):
         click.echo(words, err=True)
 
 
 def written_out(code: int) -> int:
-    """The exit status, once all output is written; one of failure in the place of 0 where it could not be.
+    """Flush all output. Returns ``code``, or :data:`EXIT_FAILED` in place of 0 if output was lost.
 
     Python writes out what is left at its end: where that fails it prints "Exception ignored in …" and exits with 120.
     """

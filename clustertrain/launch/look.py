@@ -86,11 +86,11 @@ class Look:
 
     @property
     def held(self) -> bool:
-        """Its job waits, and Slurm starts it only after somebody releases it. Slurm holds a job by itself where it
-        could not start it ("launch failed requeued held": its node came back from DOWN while the last start was still
-        ending there)."""
+        """The job waits in the queue until its owner releases it. Slurm itself holds a job that it could not start
+        ("launch failed requeued held": the node came back from DOWN while the last start was still ending there). Only
+        an administrator can release a job that an administrator holds (JobHeldAdmin)."""
         reason = self.view.reason.lower() if self.view is not None and self.view.state == "PENDING" else ""
-        return "held" in reason or "jobhold" in reason
+        return ("held" in reason or "jobhold" in reason) and reason != "jobheldadmin"
 
     @property
     def to_continue(self) -> str | None:

@@ -211,7 +211,7 @@ class RunDir:
         """All attempts, oldest first; none where the folder is missing.
 
         Raises:
-            OSError: the file system does not tell. Taken for a run without attempts, it would be begun anew.
+            OSError: the folder cannot be read. A caller that took this for "no attempts" would start the run over.
         """
         try:
             names = [p.name for p in self.attempts_folder.iterdir()]

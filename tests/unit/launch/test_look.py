@@ -146,6 +146,7 @@ def test_a_run_that_nobody_decided_about_says_what_continues_it(run: RunDir, sch
         ("PENDING", "launch failed requeued held", "scontrol release 7"),
         ("PENDING", "JobHeldUser", "scontrol release 7"),
         ("PENDING", "JobHoldMaxRequeue", "scontrol release 7"),
+        ("PENDING", "JobHeldAdmin", None),
         ("PENDING", "Resources", None),
         ("RUNNING", "None", None),
     ],
