@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train.model import Decoder
 from clustertrain.train.optimizers import catalogue
 from clustertrain.train.optimizers.groups import groups_of_whole

@@ -35,11 +35,11 @@ from benchmarks import measure
 from benchmarks.bare_loop import Bare
 from benchmarks.measure import CannotRun
 from clustertrain import fsio, settings
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import flops_per_step
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.context import read_plan
 from clustertrain.train.session import Session
 from clustertrain.train.step import TrainStep

@@ -1,0 +1,1 @@
+"""The processes of a job: the controller on the batch host and the agent on each node."""

@@ -22,6 +22,7 @@ from clustertrain.agent.claim import Claim
 from clustertrain.agent.commenting import Commenter, line_of
 from clustertrain.agent.sequel import NO_ANSWER_S, Sequel
 from clustertrain.agent.signals import Signals
+from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import RUNNING, Backend, JobView
 from clustertrain.launch.comment import JobComment
@@ -32,7 +33,6 @@ from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.lead import lead_s
-from clustertrain.spec.job import RunSpec
 
 POLL_S = 0.2
 LOOK_S = 1.0

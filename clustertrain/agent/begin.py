@@ -9,11 +9,11 @@ from pathlib import Path
 
 from clustertrain import clock, fsio, settings
 from clustertrain.agent.claim import Claim, claim, identify
+from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, ClusterTrainError
 from clustertrain.launch.backend import Backend
 from clustertrain.run.folder import RunDir, open_run
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.job import RunSpec
 
 PATIENCE_S = 300.0
 RETRY_S = 5.0

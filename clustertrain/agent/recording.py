@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain import clock, proc
+from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run import documents
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels

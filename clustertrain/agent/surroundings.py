@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from clustertrain import settings
+from clustertrain.config.node_facts import Gpu, NodeFacts
 from clustertrain.node.read import read
 from clustertrain.plan import affinity, fabric, nccl
 from clustertrain.plan.nccl import Setting
-from clustertrain.spec.node import Gpu, NodeFacts
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 

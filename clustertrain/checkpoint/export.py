@@ -23,9 +23,9 @@ from clustertrain.checkpoint.formats import Item, check_safetensors, write_safet
 from clustertrain.checkpoint.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.offline import Progress, assemble, unwatched
 from clustertrain.checkpoint.source import Folder
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ClusterTrainError, NotFound, UsageError
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 Format = Literal["safetensors", "torch"]
 Names = Literal["own", "huggingface"]

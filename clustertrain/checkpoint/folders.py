@@ -17,7 +17,7 @@ from clustertrain.checkpoint import fence as fences
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.source import RemoteFolder
-from clustertrain.spec.places import is_url
+from clustertrain.config.storage_paths import is_url
 
 log = logging.getLogger(__name__)
 

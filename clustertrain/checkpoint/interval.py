@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from clustertrain import clock
+from clustertrain.config.recipe import AUTO, check_every, seconds_of
 from clustertrain.errors import ConfigError
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
-from clustertrain.spec.recipe import AUTO, check_every, seconds_of
 
 DEFAULT_STALL_S = 1.0
 LONGEST_S = 3600.0

@@ -39,7 +39,7 @@ FOR_BEST: index.Reason = "best"
 
 @dataclass(frozen=True)
 class Policy:
-    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.spec.recipe.CheckpointSpec`."""
+    """What the ``[checkpoint]`` table asks for; see :class:`clustertrain.config.recipe.CheckpointSpec`."""
 
     keep: int = 3
     keep_every: int = 0  # steps; 0: none stays for ever

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from clustertrain import reading
-from clustertrain.spec.places import storage_class
+from clustertrain.config.storage_paths import storage_class
 
 # Fills a buffer with the bytes of a file from an offset on; returns how many there were, 0 at its end.
 Pread = Callable[[memoryview, int], int]

@@ -18,8 +18,8 @@ from clustertrain.checkpoint.source import Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.cli.progress import Bar
+from clustertrain.config.storage_paths import is_url
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, NotFound, UsageError
-from clustertrain.spec.places import is_url
 
 step_option = click.option("--step", type=click.IntRange(min=0), help="Which one.  [default: see above]")
 

@@ -24,7 +24,7 @@ def cluster() -> None:
 def list_(as_json: bool) -> None:
     """The profiles found, and which is the default."""
     from clustertrain import settings
-    from clustertrain.spec import cluster as profiles
+    from clustertrain.config import cluster as profiles
 
     found, default = profiles.find(), profiles.chosen()
     if as_json:
@@ -46,7 +46,7 @@ def show(name: str, as_json: bool) -> None:
     """Every key of the profile NAME, with the defaults of those that it leaves out."""
     import msgspec
 
-    from clustertrain.spec import cluster as profiles
+    from clustertrain.config import cluster as profiles
 
     if not name:
         raise UsageError("cluster show: the name of the profile is empty", fix="`clustertrain cluster list` has them")
@@ -134,7 +134,7 @@ def _tell(seen: Detected, dry_run: bool) -> None:
 def _line(seen: Detected, key: str) -> str:
     import msgspec
 
-    from clustertrain.spec.strict import text_of
+    from clustertrain.config.parsing import text_of
 
     if key in seen.found.keys:
         return f"{key} = {text_of(seen.found.keys[key].value)}  ({seen.found.keys[key].source})"

@@ -11,7 +11,7 @@ import click
 from clustertrain.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from clustertrain.spec.shards import Width
+    from clustertrain.config.token_shards import Width
 
 
 @click.group()

@@ -318,7 +318,7 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
     if given.keys() - {"time"} and seen.backend == "local":
         raise UsageError(f"--{next(iter(given.keys() - {'time'}))} means nothing to the local backend")
     if given.get("time"):
-        from clustertrain.spec.limits import seconds_of
+        from clustertrain.config.time_limits import seconds_of
 
         seconds_of(given["time"])
     if seen.state == "completed":

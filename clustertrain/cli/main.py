@@ -61,7 +61,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click, where it suggests at all, suggests from `commands`, which holds nothing here.
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
-            from clustertrain.spec.strict import nearest
+            from clustertrain.config.parsing import nearest
 
             raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)

@@ -65,9 +65,9 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
     network."""
     from typing import get_args
 
+    from clustertrain.config.tracking import Tracker
     from clustertrain.launch.look import look
     from clustertrain.run.folder import readable
-    from clustertrain.spec.tracking import Tracker
     from clustertrain.tracking import facts
 
     for tracker in to:

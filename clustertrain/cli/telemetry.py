@@ -22,7 +22,7 @@ def seconds(text: str) -> float:
     Raises:
         UsageError: it is neither, or nothing.
     """
-    from clustertrain.spec.durations import duration_s
+    from clustertrain.config.durations import duration_s
 
     found = float(text) if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", text) else duration_s(text)
     if found is None:

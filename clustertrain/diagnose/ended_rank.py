@@ -12,10 +12,10 @@ import signal
 import sys
 
 from clustertrain import clock
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import loop
 from clustertrain.train.context import read_plan
 from clustertrain.train.loop import Trainer, trainer

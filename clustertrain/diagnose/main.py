@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from clustertrain import settings
+from clustertrain.config.recipe import Recipe
 from clustertrain.diagnose.names import CHECKS, Finding
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell, Teller
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import context, models, result
 
 _MODULES = {name: f"clustertrain.diagnose.{name.replace('-', '_')}" for name in CHECKS}

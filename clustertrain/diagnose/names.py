@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import UsageError
-from clustertrain.spec.strict import nearest
 
 Verdict = Literal["pass", "warn", "fail", "skipped"]
 _BY_WEIGHT: tuple[Verdict, ...] = ("skipped", "pass", "warn", "fail")

@@ -15,14 +15,14 @@ import msgspec
 
 from clustertrain import proc, schema
 from clustertrain.agent import scratch
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
+from clustertrain.config.tracking import TrackingSpec
 from clustertrain.diagnose.names import Finding, Verdict, overall
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.launch import data
 from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.recipe import CheckpointSpec, Recipe, RehearsalSpec
-from clustertrain.spec.tracking import TrackingSpec
 
 # (check, how much is done, of how much)
 Progress = Callable[[str, int, int], None]

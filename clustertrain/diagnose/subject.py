@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from clustertrain.config.data import AugmentSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.data import AugmentSpec
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import loop, order, step
 from clustertrain.train.dropout import Dropout
 from clustertrain.train.loop import Trainer

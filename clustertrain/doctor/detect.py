@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import clock, settings
+from clustertrain.config import cluster
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.parsing import read_text
 from clustertrain.doctor import rates
 from clustertrain.doctor.machine import of_machine
 from clustertrain.doctor.rates import Outcome, Where
@@ -19,9 +22,6 @@ from clustertrain.launch.findings import Findings
 from clustertrain.launch.profile_file import Merged
 from clustertrain.launch.site import Site
 from clustertrain.launch.slurm import SlurmBackend
-from clustertrain.spec import cluster
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.strict import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

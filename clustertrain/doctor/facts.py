@@ -6,9 +6,9 @@ import sys
 
 import msgspec
 
+from clustertrain.config.node_facts import NodeFacts
 from clustertrain.doctor.rates import MARK
 from clustertrain.node.read import read
-from clustertrain.spec.node import NodeFacts
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, proc
+from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.node_facts import NodeFacts
+from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.plan import nccl
-from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.node import NodeFacts
-from clustertrain.spec.strict import build
 
 MARK = "clustertrain-measured "  # before each line of JSON that a measurement prints
 TIMEOUT_S = 180.0  # of one measurement; most of it is for importing torch from a busy network filesystem

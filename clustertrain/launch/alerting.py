@@ -7,7 +7,7 @@ from collections.abc import Container
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.config.telemetry import AlertsSpec
 
 _HERE = ("localhost", "127.0.0.1", "::1")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from clustertrain.config.job import JobSpec
+from clustertrain.config.parsing import text_of
 from clustertrain.errors import CommandFailed, EnvironmentNotFit
 from clustertrain.launch.backend import Backend
-from clustertrain.spec.job import JobSpec
-from clustertrain.spec.strict import text_of
 
 # "here": what is planned trains in this process's allocation or on this machine, as the checks of `diagnose`.
 Purpose = Literal["submit", "dry-run", "plan", "here"]

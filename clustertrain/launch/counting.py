@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import proc, schema, settings
+from clustertrain.config.job import RunSpec
+from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.launch import code
 from clustertrain.plan import pipeline
 from clustertrain.plan.counted import Counted
 from clustertrain.plan.planner import Plan
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.telemetry import TelemetrySpec
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
 

@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from clustertrain.config import image_checks, slice_checks, token_shards
+from clustertrain.config.data import BUILT_IN, DIGITS, DataKind
+from clustertrain.config.image_checks import Known
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.launch.request import Prepared
-from clustertrain.spec import images, shards, slices
-from clustertrain.spec.data import BUILT_IN, DIGITS, DataKind
-from clustertrain.spec.images import Known
-from clustertrain.spec.recipe import Recipe
 
 
 def check(prepared: Prepared) -> str | None:
@@ -71,7 +71,7 @@ def _samples(recipe: Recipe) -> int | None:
     kind, path, data = recipe.data_kind, recipe.data_path, recipe.data
     if kind == "images" or (kind == "pairs" and data.path == DIGITS):
         here = path is not None and path.is_file()
-        found = _arrays(path, f"data.path = {str(path)!r}") if path and here else images.KNOWN.get(data.path)
+        found = _arrays(path, f"data.path = {str(path)!r}") if path and here else image_checks.KNOWN.get(data.path)
         return found.samples if found is not None else None
     if data.pack or (path is not None and not path.exists()):
         return None
@@ -82,16 +82,16 @@ def _samples(recipe: Recipe) -> int | None:
     if path is None:
         return None
     if kind == "tokens":
-        counts = [shard.tokens for shard in shards.read_index(path).shards]
+        counts = [shard.tokens for shard in token_shards.read_index(path).shards]
         known = [n for n in counts if n is not None]
         return (sum(known) - 1) // data.seq_len if len(known) == len(counts) else None
     return None
 
 
 def _shards(folder: Path, said: str, recipe: Recipe) -> None:
-    index = shards.read_index(folder)
+    index = token_shards.read_index(folder)
     if not recipe.model.entry:
-        shards.check_vocabulary(folder, index, recipe.model.vocab_size)
+        token_shards.check_vocabulary(folder, index, recipe.model.vocab_size)
     counts = [shard.tokens for shard in index.shards]
     known = [n for n in counts if n is not None]
     if not recipe.data.pack and len(known) == len(counts) and sum(known) <= recipe.data.seq_len:
@@ -144,15 +144,15 @@ def _arrays(path: Path, said: str) -> Known:
 def _images(path: Path, said: str, recipe: Recipe) -> None:
     key = "path" if path == recipe.data_path else "validation_path"
     if not path.is_dir():
-        images.check(recipe, key, _arrays(path, said))
+        image_checks.check(recipe, key, _arrays(path, said))
         return
     classes = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
     if not classes:
         raise ConfigError(f"{said}: no images in folders of classes below it", fix="make a folder for each class")
-    images.check(recipe, key, Known(3, len(classes)))
+    image_checks.check(recipe, key, Known(3, len(classes)))
     if path == (recipe.validation_path or recipe.data_path):
         try:
-            slices.check(recipe, classes)
+            slice_checks.check(recipe, classes)
         except ValueError as e:
             raise ConfigError(str(e), fix=f"name folders of {path}") from e
 

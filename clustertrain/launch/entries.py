@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
 from clustertrain.launch import code, snapshot
 from clustertrain.launch.request import Prepared
-from clustertrain.spec.strict import nearest
 
 _AT_RUN_TIME = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
 

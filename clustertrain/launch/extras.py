@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from clustertrain.config.data import DIGITS
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DIGITS
-from clustertrain.spec.recipe import Recipe
 
 # As train/optimizers/catalogue has them, which imports torch.
 _KEPT_APART = frozenset({"lion", "lamb", "lars", "soap", "shampoo"})

@@ -17,10 +17,10 @@ import msgspec
 import psutil
 
 from clustertrain import clock, fsio, proc, reading, schema, settings
+from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.limits import seconds_of
 
 PREFIX = "local-"
 START_TIMEOUT_S = 30.0

@@ -12,10 +12,10 @@ import msgspec
 import tomlkit
 
 from clustertrain import fsio
+from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ConfigError
 from clustertrain.launch.findings import Found
-from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.strict import build, parse_toml
 
 
 @dataclass(frozen=True)

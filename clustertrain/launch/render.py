@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import settings
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import ConfigError
 from clustertrain.launch import templates
 from clustertrain.plan.planner import Plan
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.limits import seconds_of
 
 # Ours: another value would contradict the plan or the way batch and agents work.
 _OWN_KEYS = {

@@ -14,6 +14,15 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain import settings
+from clustertrain.config import cluster, image_checks, presets, storage_paths, unused_keys
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.cross_checks import check_contract
+from clustertrain.config.dotted_keys import parts_of, type_at
+from clustertrain.config.job import Device, JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.parsing import assigned, build, read_toml, set_dotted, value_of
+from clustertrain.config.recipe import Recipe, RehearsalSpec
+from clustertrain.config.script_keys import of_trainer
+from clustertrain.config.unused_keys import Only
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.launch import choose, code, counting, render, script_file
 from clustertrain.launch.backend import Backend
@@ -21,15 +30,6 @@ from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
 from clustertrain.plan import script as scripts
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec import cluster, images, in_use, places, presets
-from clustertrain.spec.agreement import check_contract
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.in_use import Only
-from clustertrain.spec.job import Device, JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe, RehearsalSpec
-from clustertrain.spec.script_keys import of_trainer
-from clustertrain.spec.strict import assigned, build, read_toml, set_dotted, value_of
-from clustertrain.spec.walk import parts_of, type_at
 
 Count = Literal["no", "yes", "trace"]
 _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
@@ -100,7 +100,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
     if script is not None:
         _refuse_what_no_script_reads(document, Path(script.path).name)
     asked = build(presets.filled(document), _RecipeFile, source)
-    unread = in_use.unread(document, asked)
+    unread = unused_keys.unread(document, asked)
     _refuse_unread(request, unread, file, typed, asked)
     recipe_job = document.get("job", {})
     profile = cluster.load(request.job.get("cluster") or asked.job.cluster, request.environ)
@@ -118,9 +118,9 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
     recipe = _with_absolute_data(Recipe(**{f: getattr(asked, f) for f in Recipe.__struct_fields__}), request.cwd)
     if script is None:
         check_contract(recipe, source)
-        images.check_built_in(recipe)
+        image_checks.check_built_in(recipe)
     if recipe.checkpoint.remote:
-        places.check_protocol(recipe.checkpoint.remote)
+        storage_paths.check_protocol(recipe.checkpoint.remote)
     spec = RunSpec(
         job=job,
         recipe=recipe,
@@ -131,7 +131,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
     _refuse_other_encodings(spec)
     render.check_environment(spec.env)
     _refuse_late_profile(spec)
-    notes = [*in_use.notes(unread, recipe), *_rehearsed(spec)]
+    notes = [*unused_keys.notes(unread, recipe), *_rehearsed(spec)]
     searched = _searched(request, recipe)
     prepared = Prepared(
         spec=spec,
@@ -141,7 +141,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         python=profile.python or sys.executable,
         code=Path(script.path) if script is not None else code.of_entries(_entries(recipe), searched),
         searched=searched,
-        unread=tuple(key for key, _ in in_use.written(typed) if key in unread),
+        unread=tuple(key for key, _ in unused_keys.written(typed) if key in unread),
     )
     return _noted(_count(request, prepared), notes)
 
@@ -166,13 +166,15 @@ def _refuse_unread(
     Raises:
         ConfigError: the file does not go by a key of its own, or a single run not by one that was typed.
     """
-    by_hand = dict(in_use.written(typed))
+    by_hand = dict(unused_keys.written(typed))
     wrong = {key: only for key, only in unread.items() if key not in by_hand}
     alone = _alone(file, request.target) if by_hand else asked
     if alone is not None:
-        in_use.refuse({k: only for k, only in wrong.items() if in_use.why_not(alone, k)}, asked, request.target)
+        unused_keys.refuse(
+            {k: only for k, only in wrong.items() if unused_keys.why_not(alone, k)}, asked, request.target
+        )
     if not request.swept:
-        in_use.refuse({key: only for key, only in unread.items() if key in by_hand}, asked, "--set")
+        unused_keys.refuse({key: only for key, only in unread.items() if key in by_hand}, asked, "--set")
 
 
 def _alone(file: dict[str, Any], source: str) -> Recipe | None:

@@ -15,6 +15,8 @@ import msgspec
 import tomli_w
 
 from clustertrain import fsio, settings
+from clustertrain.config import storage_paths
+from clustertrain.config.job import RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
 from clustertrain.launch import (
     alerting,
@@ -38,8 +40,6 @@ from clustertrain.run import contract, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import hash_of
-from clustertrain.spec import places
-from clustertrain.spec.job import RunSpec
 
 SHOWN = 5  # secrets that a note names
 
@@ -182,11 +182,11 @@ def _check_places(prepared: Prepared) -> str | None:
     Nothing is asked of an object store."""
     asked = prepared.spec.recipe.checkpoint
     if asked.remote:
-        places.storage_class(asked.remote)
+        storage_paths.storage_class(asked.remote)
     if not asked.local or prepared.backend.name != "local":
         return None
     try:
-        here = places.node_folder(asked.local, {**os.environ, **prepared.spec.env})
+        here = storage_paths.node_folder(asked.local, {**os.environ, **prepared.spec.env})
     except EnvironmentNotFit as e:
         return f"checkpoint.local: {e.message}; it is used where it can be"
     return filesystem.check(here, "checkpoint.local", shared=False)

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 
 from clustertrain import clock, fsio, proc, settings
+from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import CommandFailed
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
 from clustertrain.launch.local import JobFolder, LocalBackend, LocalJob, folder_of
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.limits import seconds_of
 
 POLL_S = 0.1
 TURN_S = 0.5

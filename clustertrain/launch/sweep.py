@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.config import unused_keys
+from clustertrain.config.parsing import ENVIRONMENT, assigned, value_of
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
 from clustertrain.launch import render, submit
 from clustertrain.launch.backend import ArraySubmission
@@ -24,8 +26,6 @@ from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare
 from clustertrain.launch.submit import DryRun, Submitted
 from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
-from clustertrain.spec import in_use
-from clustertrain.spec.strict import ENVIRONMENT, assigned, value_of
 
 OPTION, LOG = "--sweep", "log:"
 MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
@@ -221,9 +221,9 @@ def _refuse_unread(tasks: Sequence[Task]) -> None:
     """Values that were typed and that no run goes by."""
     first = tasks[0].prepared.spec
     typed = {key for task in tasks for key in task.prepared.unread}
-    idle = sorted(key for key in typed if not any(in_use.in_use(task.prepared.spec, key) for task in tasks))
-    found = {key: only for key in idle if (only := in_use.why_not(first.recipe, key)) is not None}
-    in_use.refuse(found, first.recipe, "in every run of the sweep")
+    idle = sorted(key for key in typed if not any(unused_keys.in_use(task.prepared.spec, key) for task in tasks))
+    found = {key: only for key in idle if (only := unused_keys.why_not(first.recipe, key)) is not None}
+    unused_keys.refuse(found, first.recipe, "in every run of the sweep")
 
 
 def _refuse_equal(tasks: Sequence[Task], option: str) -> None:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
 from clustertrain.launch.extras import installed
-from clustertrain.spec.tracking import TrackingSpec
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 

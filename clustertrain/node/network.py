@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from clustertrain import schema
+from clustertrain.config.node_facts import Interface, InterfaceKind
 from clustertrain.node.sysfs import Sysfs
-from clustertrain.spec.node import Interface, InterfaceKind
 
 NET = "/sys/class/net"
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""Chooses the layout, the batch split and the environment of a job."""

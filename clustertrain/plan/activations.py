@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import Precision
 from clustertrain.plan import pipeline
 from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.stack import CLUSTERTRAIN, Stack
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Precision
 
 SINGLE = Layout()
 _HALF = ("bf16", "fp16", "fp8")  # around fp8 matmuls everything is bf16

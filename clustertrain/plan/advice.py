@@ -7,9 +7,9 @@ first was followed from 256 images to 8192, 32 times, and lost accuracy past tha
 
 from __future__ import annotations
 
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Recipe
 
 LINEAR, SQUARE_ROOT = 1.0, 0.5  # powers of k: SGD, and Adam
 MOST_SCALED = 32

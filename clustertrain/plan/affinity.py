@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-from clustertrain.spec.node import NodeFacts, cpu_numbers
+from clustertrain.config.node_facts import NodeFacts, cpu_numbers
 
 
 class Binding(NamedTuple):

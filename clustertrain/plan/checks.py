@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from clustertrain.config.hardware import GpuType
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import nearest as nearest_word
+from clustertrain.config.recipe import ModelSpec, Precision
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline
 from clustertrain.plan.batch import divisors, nearest
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.hardware import GpuType
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Precision
-from clustertrain.spec.strict import nearest as nearest_word
 
 
 def zero1(tp: int, cp: int, pp: int) -> None:

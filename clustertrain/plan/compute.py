@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clustertrain.config.hardware import GpuType
 from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.stack import Stack
-from clustertrain.spec.hardware import GpuType
 
 
 @dataclass(frozen=True)

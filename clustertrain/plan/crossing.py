@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clustertrain.config import hardware
+from clustertrain.config.hardware import GpuType
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.layout import Layout
-from clustertrain.spec import hardware
-from clustertrain.spec.hardware import GpuType
-from clustertrain.spec.recipe import ModelSpec
 
 # Where the GPU is not known, for an order of magnitude.
 _ASSUMED = "h100"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from clustertrain.config import hardware, presets
 from clustertrain.plan import advice, checks, crossing, kinds, notes, optimizer_state, pipeline
 from clustertrain.plan import counted as counts
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.spec import hardware, presets
 
 if TYPE_CHECKING:
     from clustertrain.plan.choice import Choice

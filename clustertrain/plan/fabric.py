@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from clustertrain.spec.node import Hca, Interface, NodeFacts
+from clustertrain.config.node_facts import Hca, Interface, NodeFacts
 
 _CARRIES = ("ethernet", "infiniband", "bond", "bridge", "vlan")
 # Ten times slower than a neighbour, and never more than this where RDMA carries the bulk: a management port.

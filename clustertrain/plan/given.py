@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import msgspec
 
+from clustertrain.config import presets
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import RunSpec
 from clustertrain.plan import batch as batches
 from clustertrain.plan import checks, kinds, pipeline
 from clustertrain.plan import counted as counts
@@ -19,9 +22,6 @@ from clustertrain.plan.machine import gpu_of, machine_of
 from clustertrain.plan.memory import SAFE_FRACTION, Memory
 from clustertrain.plan.search import Problem, Wanted
 from clustertrain.plan.stack import CLUSTERTRAIN
-from clustertrain.spec import presets
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import RunSpec
 
 ASSUMED_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
 ASSUMED_CPU_GIB = 4.0  # a rank's share of a host's memory

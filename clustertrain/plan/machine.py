@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from clustertrain.config import fabrics, hardware
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.hardware import GpuType
 from clustertrain.plan import compute, network
 from clustertrain.plan.time import Machine
-from clustertrain.spec import fabrics, hardware
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.hardware import GpuType
 
 # Training's messages are smaller than those of a bandwidth measurement: 0.72 of an A100's links against 0.78.
 SMALLER = 0.92

@@ -19,8 +19,8 @@ from collections.abc import Collection
 
 import msgspec
 
+from clustertrain.config.node_facts import NodeFacts
 from clustertrain.plan import fabric
-from clustertrain.spec.node import NodeFacts
 
 # Names by which the user has decided the same thing: a former name of it, or a choice that ours would contradict.
 _DECIDED_BY = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertrain.spec.hardware import GpuType
+from clustertrain.config.hardware import GpuType
 
 # Of the data sheet's bandwidth, at the sizes of training's messages: at 16 GiB A100 and H200 reach 235 of 300 and 368
 # of 450 GB/s (stas00/ml-engineering). Set, like the latencies, with the constants of plan/compute.py.

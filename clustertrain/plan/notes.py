@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from clustertrain.config import cross_checks
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.data import DataSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec, Precision, Recipe
 from clustertrain.plan import pipeline
 from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.spec import agreement
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Precision, Recipe
 
 
 def of_layout(layout: Layout, parallel: ParallelSpec, nodes: int) -> list[str]:
@@ -144,7 +144,7 @@ def of_alignment(
 def of_own_loss(recipe: Recipe) -> list[str]:
     """Of a model of the user's own that nobody has looked at: what decides may be nothing that is measured."""
     decides = recipe.deciding_metric
-    name = agreement.missing_with_own_loss(recipe, decides)
+    name = cross_checks.missing_with_own_loss(recipe, decides)
     if not name:
         return []
     return [

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from clustertrain.config.module_patterns import fits, near
+from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.decoder import Decoder
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.optim import OptimizerName, OptimSpec
-from clustertrain.spec.patterns import fits, near
-from clustertrain.spec.recipe import ModelSpec
 
 WHOLE: frozenset[OptimizerName] = frozenset(
     {"adafactor", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"}

@@ -6,6 +6,9 @@ from collections.abc import Collection
 
 import msgspec
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import RunSpec
+from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import ConfigError
 from clustertrain.plan import nccl, notes, pipeline, training, why_chosen
 from clustertrain.plan.choice import Choice, Rejected
@@ -14,9 +17,6 @@ from clustertrain.plan.given import Given
 from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.nccl import Setting
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.limits import seconds_of
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
+from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 
 DEFAULT_MILESTONES = (1 / 3, 2 / 3)  # of the steps
 

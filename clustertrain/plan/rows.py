@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from clustertrain.config import fabrics, hardware
+from clustertrain.config.hardware import GpuType
+from clustertrain.config.parallel import ParallelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import network, stack
 from clustertrain.plan.activations import Pass
@@ -18,9 +21,6 @@ from clustertrain.plan.batch import divisors
 from clustertrain.plan.decoder import Shape
 from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.stack import Stack
-from clustertrain.spec import fabrics, hardware
-from clustertrain.spec.hardware import GpuType
-from clustertrain.spec.parallel import ParallelSpec
 
 DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
 LARGEST, MOST_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake

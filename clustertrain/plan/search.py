@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import Precision
 from clustertrain.plan import memory, pipeline, time
 from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
 from clustertrain.plan.batch import divisors
@@ -20,8 +22,6 @@ from clustertrain.plan.layout import Layout, Strategy
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.stack import Stack
 from clustertrain.plan.time import Core, Machine, Step, Work
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Precision
 
 # What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
 # has to earn SIMPLER, another degree or way to shard TIE.

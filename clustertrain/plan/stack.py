@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from clustertrain.config.optim import OptimSpec
 from clustertrain.plan.optimizer_state import GATHER_BYTES, WHOLE, State
-from clustertrain.spec.optim import OptimSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import RunSpec
+from clustertrain.config.objective import ObjectiveSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan import optimizer_state, rates
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.plan.optimizer_state import State
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.objective import ObjectiveSpec
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.recipe import Recipe
 
 
 def words(spec: RunSpec, layout: Layout, state: State | None) -> dict[str, str]:

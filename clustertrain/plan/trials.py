@@ -8,13 +8,13 @@ from typing import Literal
 
 import msgspec
 
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import batch as batches
 from clustertrain.plan import kinds, pipeline
 from clustertrain.plan.layout import Batch, Layout, counted
 from clustertrain.plan.memory import GIB, SAFE_FRACTION
 from clustertrain.plan.planner import Plan
-from clustertrain.spec.recipe import Recipe
 
 LARGEST_FREE = 256  # sequences a rank, where the recipe names no global batch that would end the search
 # Micro-batches of a trial's step, at most: from the second one on gradients are there while the next is at work, and

@@ -1,0 +1,1 @@
+"""Text, tables and pages for the terminal and the browser."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain import schema
+from clustertrain.config.evaluation import PREFIX
 from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.tables import Column, fitted
@@ -21,7 +22,6 @@ from clustertrain.run import attempts, documents
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
-from clustertrain.spec.evaluation import PREFIX
 
 if TYPE_CHECKING:
     from clustertrain.launch.look import Look

@@ -1,0 +1,1 @@
+"""The run folder: the paths, files and states of one run."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from clustertrain.config.contract import ContractSpec
 from clustertrain.run import attempts, documents, events, metrics
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.contract import ContractSpec
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):

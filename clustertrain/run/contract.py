@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from clustertrain import schema
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, NotReadable
 from clustertrain.run import budget, documents, events
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import Used
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.recipe import Recipe
 
 _BEGINS = {"restored": "step", "rolled_back": "to_step"}  # events, and the step from which the run goes on
 

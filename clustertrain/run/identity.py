@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config.job import RunSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
 
 DIGITS = 16
 # How a run is watched and where its scalars go does not change what is trained, nor does a stop on purpose.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from clustertrain import reading
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
 from clustertrain.run.folder import RunDir, refused
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.strict import build, parse_toml
 
 _FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
 

@@ -1,0 +1,1 @@
+"""Samples GPUs, hosts and processes, stores the samples and explains them."""

@@ -1,0 +1,1 @@
+"""The process that hands metrics to TensorBoard, W&B and MLflow."""

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from clustertrain import fsio
+from clustertrain.config.tracking import TrackingSpec
+from clustertrain.config.unused_keys import in_use
 from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.in_use import in_use
-from clustertrain.spec.tracking import TrackingSpec
 
 _LEFT_OUT = ("telemetry", "tracking", "rehearsal")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from clustertrain.config.data import AugmentSpec
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.spec.data import AugmentSpec
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

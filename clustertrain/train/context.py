@@ -12,15 +12,15 @@ from typing import get_args
 import torch
 
 from clustertrain import fsio, settings
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Precision
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Precision
-from clustertrain.spec.stability import StabilitySpec
-from clustertrain.spec.strict import build
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.spec.models import ConvnetSpec
+from clustertrain.config.model import ConvnetSpec
 
 
 class Convolution(nn.Conv2d):

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from clustertrain import clock
+from clustertrain.config.data import READERS
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
 from clustertrain.plan import batch as batches
-from clustertrain.spec.data import READERS
 from clustertrain.train import order, profiling
 from clustertrain.train.reading import Key, MapStyle, Reader, Refused
 from clustertrain.train.samples import Check, Limits, listed

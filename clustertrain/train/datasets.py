@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from clustertrain.config import image_checks as known
+from clustertrain.config.data import DIGITS, DataSpec
+from clustertrain.config.image_checks import Known
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec import images as known
-from clustertrain.spec.data import DIGITS, DataSpec
-from clustertrain.spec.images import Known
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import entries, held_out
 from clustertrain.train.augment import Augmented
 from clustertrain.train.images import images

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from clustertrain.config.data import DIGIT_HALF, DIGITS
+from clustertrain.config.slice_checks import BUILT_IN, numbered
 from clustertrain.errors import EnvironmentNotFit
-from clustertrain.spec.data import DIGIT_HALF, DIGITS
-from clustertrain.spec.slices import BUILT_IN, numbered
 from clustertrain.train.images import Labelled
 
 _BRIGHTEST = 16

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from clustertrain.config.parsing import text_of
 from clustertrain.errors import ConfigError
-from clustertrain.spec.strict import text_of
 
 
 def function(name: str, key: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clustertrain.spec.recipe import Recipe
+from clustertrain.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import xxhash
 
+from clustertrain.config.data import DIGITS, DataSpec
+from clustertrain.config.image_checks import SHAPES
+from clustertrain.config.slice_checks import numbered
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.spec.data import DIGITS, DataSpec
-from clustertrain.spec.images import SHAPES
-from clustertrain.spec.slices import numbered
 from clustertrain.train.seeds import derive
 
 _SIZES = 1000  # files of a folder whose sizes are in its version

@@ -24,9 +24,9 @@ from clustertrain.checkpoint.manifest import Metric, Reason
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.config.recipe import AUTO, Recipe
 from clustertrain.errors import ConfigError, Diverged, UsageError
 from clustertrain.run import attempts
-from clustertrain.spec.recipe import AUTO, Recipe
 from clustertrain.train import keeping_asked, sameness, seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader

@@ -9,10 +9,10 @@ from typing import Literal
 
 from clustertrain.checkpoint.manager import Local, Remote
 from clustertrain.checkpoint.retention import Policy
+from clustertrain.config.recipe import CHOSEN, CheckpointSpec, Recipe
+from clustertrain.config.storage_paths import node_folder
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.run import attempts
-from clustertrain.spec.places import node_folder
-from clustertrain.spec.recipe import CHOSEN, CheckpointSpec, Recipe
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.judge import Judge
 

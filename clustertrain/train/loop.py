@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from clustertrain.config.evaluation import PREFIX
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
-from clustertrain.spec.evaluation import PREFIX
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import data_told
 from clustertrain.train.data import Loader
 from clustertrain.train.evaluation.of_recipe import of_recipe

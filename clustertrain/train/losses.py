@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train.step import Loss
 
 Summed = tuple[torch.Tensor, "torch.Tensor | int"]

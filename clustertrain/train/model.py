@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.spec.recipe import ModelSpec
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.train.context_parallel import SelfAttention
 from clustertrain.train.dropout import Dropout
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from clustertrain.config import cross_checks
+from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec import agreement
-from clustertrain.spec.recipe import ModelSpec, Recipe
 from clustertrain.train import entries, losses, train_mode
 from clustertrain.train.convnet import ConvNet
 from clustertrain.train.data import MapStyle
@@ -71,7 +71,7 @@ def own_loss(recipe: Recipe, made: nn.Module) -> Loss | None:
             f"{recipe.model.entry}",
             fix='remove it, or set objective.kind = "cross-entropy"',
         )
-    agreement.check_own_loss(recipe)
+    cross_checks.check_own_loss(recipe)
     own: Loss = found
     return own
 

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from clustertrain.config.recipe import TrainSpec
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.recipe import TrainSpec
 from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.errors import UsageError
 from clustertrain.plan import rates
-from clustertrain.spec.schedule import ScheduleSpec
 
 LR_SCALE = "lr_scale"  # in a parameter group: what its rate is multiplied by
 

@@ -21,12 +21,12 @@ from torch import nn
 
 from clustertrain import schema
 from clustertrain.checkpoint.state import clean
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.plan.counted import Counted, Unit
 from clustertrain.plan.optimizer_state import state_bytes
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train import models, stages, tensor_parallel
 from clustertrain.train.data_parallel import units
 from clustertrain.train.optimizers import parameters as parameters_of

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from clustertrain import clock
+from clustertrain.config.contract import ContractSpec
 from clustertrain.run import attempts, budget
 from clustertrain.run.budget import Used
-from clustertrain.spec.contract import ContractSpec
 from clustertrain.train.context import RankContext
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from clustertrain.checkpoint.state import clean
+from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.parallel import SINGLE_STAGE_SCHEDULES
-from clustertrain.spec.strict import nearest
 from clustertrain.train.model import Decoder
 
 # Modules that stay together, by name; a name in two units is a copy in each of their stages.

@@ -11,8 +11,8 @@ from clustertrain import clock
 from clustertrain.checkpoint.manifest import Reason
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.config.evaluation import PREFIX
 from clustertrain.run import beat, metrics
-from clustertrain.spec.evaluation import PREFIX
 from clustertrain.train.evaluation import telling
 from clustertrain.train.evaluation.periodic import Evaluations
 from clustertrain.train.opened import Opened

@@ -10,8 +10,8 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
+from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DataSpec
 from clustertrain.train.text_files import STDLIB, files
 
 

@@ -6,8 +6,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DataSpec
 
 STDLIB = "stdlib"
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "__pycache__"})

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from clustertrain import fsio, reading
+from clustertrain.config.data import DataSpec
+from clustertrain.config.token_shards import BYTES, INDEX, Index, Shard, Width
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.shards import BYTES, INDEX, Index, Shard, Width
 from clustertrain.train.text_files import files
 
 _OF_SHARD = re.compile(r"\d{5}\.(bin|ends\.npy)")

@@ -1,5 +1,5 @@
 """Tokens that were made before, in shards that are mapped into memory: nothing is copied, and all processes of a node
-share what the kernel has read. The format is in :mod:`clustertrain.spec.shards`."""
+share what the kernel has read. The format is in :mod:`clustertrain.config.token_shards`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import xxhash
 
+from clustertrain.config import token_shards as format_
+from clustertrain.config.data import DataSpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec import shards as format_
-from clustertrain.spec.data import DataSpec
 from clustertrain.train import held_out
 from clustertrain.train.packing import Numbers, Packing, pack
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
+from clustertrain.config.job import RunSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EnvironmentNotFit
 from clustertrain.plan.counted import Traced
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
 from clustertrain.train import computation
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups

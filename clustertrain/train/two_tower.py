@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.model import Block, RotaryTable, initialise
 
 LARGEST_LOG_SCALE = math.log(100)  # Radford et al., arXiv 2103.00020, section 2.5: beyond it training is not stable

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import clustertrain as ct
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.schedule import ScheduleSpec
 from clustertrain.train.context import read_plan
 from clustertrain.train.losses import cross_entropy
 from clustertrain.train.model import Decoder

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import clustertrain as ct
 from clustertrain.checkpoint.state import block, is_dtensor
-from clustertrain.spec.optim import OptimSpec
+from clustertrain.config.optim import OptimSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue, making
 from clustertrain.train.optimizers.parameters import describe

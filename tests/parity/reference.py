@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.recipe import ModelSpec, TrainSpec
+from clustertrain.config.data import DataSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.recipe import ModelSpec, TrainSpec
 from clustertrain.train import order, seeds
 from clustertrain.train.model import Decoder
 from clustertrain.train.text import ByteText

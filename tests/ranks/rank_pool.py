@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from clustertrain import fsio
 from clustertrain.checkpoint import offline
+from clustertrain.config.recipe import CheckpointSpec, RehearsalSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.recipe import CheckpointSpec, RehearsalSpec
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # One that is not installed is left out.

@@ -15,11 +15,11 @@ import torch
 from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
+from clustertrain.config.parsing import read_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract, metrics
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.strict import read_toml
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks

@@ -13,10 +13,10 @@ import tomli_w
 import torch
 
 from clustertrain import fsio
+from clustertrain.config.parsing import read_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.strict import read_toml
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.memory import Pass, activation_bytes
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.model import Decoder
 
 pytestmark = pytest.mark.ranks

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from clustertrain import proc
-from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.data import AugmentSpec, DataSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.stability import StabilitySpec
-from clustertrain.spec.strict import build
-from clustertrain.spec.telemetry import AlertsSpec
-from clustertrain.spec.tracking import TrackingSpec
+from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.data import AugmentSpec, DataSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.stability import StabilitySpec
+from clustertrain.config.telemetry import AlertsSpec
+from clustertrain.config.tracking import TrackingSpec
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -110,7 +110,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
-        (["cluster", "list"], "clustertrain.spec.cluster"),
+        (["cluster", "list"], "clustertrain.config.cluster"),
         (["cluster", "detect", "--local", "--dry-run"], "clustertrain.doctor.rates"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -1,0 +1,1 @@
+"""Compares the runs of a sweep."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.plan.layout import counted
@@ -18,8 +20,6 @@ from clustertrain.run.folder import RunDir
 from clustertrain.run.identity import recipe_hash
 from clustertrain.run.spec import load_spec
 from clustertrain.run.state import RUNNING
-from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE
-from clustertrain.spec.strict import nearest
 from clustertrain.telemetry.analysis.settings import settings_of
 
 MOST = 26  # one letter each

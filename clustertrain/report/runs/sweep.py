@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from clustertrain import reading
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.report import status
@@ -22,7 +23,6 @@ from clustertrain.run import curves, documents, state
 from clustertrain.run.folder import RunDir
 from clustertrain.run.resolve import sweep_runs
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.recipe import Recipe
 
 FINAL = state.FINAL
 

@@ -8,11 +8,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clustertrain.config.parsing import text_of
 from clustertrain.report import plot, status, terminal
 from clustertrain.report.runs.comparison import Comparison, Side
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
-from clustertrain.spec.strict import text_of
 
 HEIGHT, WIDE, TALLER = 16, 120, 22  # rows of a plot; from so many columns on the other one
 AXES = {"step": "steps", "tokens": "tokens", "hours": "hours with nodes"}

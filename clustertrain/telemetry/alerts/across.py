@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import beat
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.alert import Alert, Gate, Verdict
 from clustertrain.telemetry.alerts.rules import COMPARABLE

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from clustertrain.spec.telemetry import AlertsSpec, is_url
+from clustertrain.config.telemetry import AlertsSpec, is_url
 
 _MOST_BYTES = 8192
 

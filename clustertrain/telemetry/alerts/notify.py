@@ -18,8 +18,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 from clustertrain import proc
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.errors import CommandFailed
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts import address
 from clustertrain.telemetry.alerts.alert import CLEARED, Alert
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import beat
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, WELL, Alert, Finding, Gate, Verdict

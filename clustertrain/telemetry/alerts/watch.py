@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts.across import Across
 from clustertrain.telemetry.alerts.alert import Alert
 from clustertrain.telemetry.alerts.notify import STOP_S, Notifier

@@ -1,0 +1,1 @@
+"""Figures from the samples of a job."""

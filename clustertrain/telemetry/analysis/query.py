@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clustertrain import clock, reading, schema
+from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract, documents, events, state
@@ -17,7 +18,6 @@ from clustertrain.run.contract import Standing
 from clustertrain.run.folder import AttemptDir, RunDir
 from clustertrain.run.goodput import Goodput, Stretch, ledger
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.telemetry import TelemetrySpec
 from clustertrain.telemetry import marks, notes
 from clustertrain.telemetry.analysis import pooled
 from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from clustertrain import schema
+from clustertrain.config.unused_keys import in_use
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.run import documents
 from clustertrain.run.folder import RunDir
 from clustertrain.run.spec import load_spec
-from clustertrain.spec.in_use import in_use
 
 
 class Setting(msgspec.Struct, frozen=True):

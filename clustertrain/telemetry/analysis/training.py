@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertrain import schema
+from clustertrain.config import hardware
 from clustertrain.run import documents, events, metrics, rows
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.folder import RunDir
 from clustertrain.run.measured import WARM_UP_STEPS
-from clustertrain.spec import hardware
 from clustertrain.telemetry.summary import GpuSummary, Stats, TrainingSummary
 
 KEYS = ("step", "t", "step_s", "tokens_per_s", "data_wait_s")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from clustertrain.spec.telemetry import ExporterSpec
+from clustertrain.config.telemetry import ExporterSpec
 from clustertrain.telemetry.export import page, textfile
 from clustertrain.telemetry.export.feed import Feed, Labels
 from clustertrain.telemetry.snapshot import Snapshot

@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from clustertrain.spec.telemetry import PORTS
+from clustertrain.config.telemetry import PORTS
 from clustertrain.telemetry.export.feed import Feed
 
 CLIENT_S = 10.0  # for a client to ask, and to take the answer; Prometheus's own scrape timeout

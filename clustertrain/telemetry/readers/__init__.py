@@ -1,0 +1,1 @@
+"""Reads NVML, /proc, /sys and cgroups."""

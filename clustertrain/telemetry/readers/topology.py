@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from clustertrain.spec.node import Gpu
+from clustertrain.config.node_facts import Gpu
 from clustertrain.telemetry.readers import allocation
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.config.evaluation import PREFIX, SLICE
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.spec.evaluation import PREFIX, SLICE
-from clustertrain.spec.strict import nearest
 from clustertrain.train import precision
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.metrics import Metric, terms_of, whole

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clustertrain.config.evaluation import PREFIX, SLICE
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
-from clustertrain.spec.evaluation import PREFIX, SLICE
-from clustertrain.spec.strict import nearest
 
 LOSS = f"{PREFIX}loss"
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
-from clustertrain.spec.strict import nearest
 
 # A sum on the device and how many terms it has.
 Sum = tuple[torch.Tensor, "torch.Tensor | int"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from clustertrain.spec.evaluation import PREFIX
-from clustertrain.spec.recipe import Recipe
+from clustertrain.config.evaluation import PREFIX
+from clustertrain.config.recipe import Recipe
 from clustertrain.train import models
 from clustertrain.train.evaluation.judge import LOSS
 from clustertrain.train.evaluation.periodic import Evaluations

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import torch
 
+from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError, EnvironmentNotFit
-from clustertrain.spec.optim import OptimizerName, OptimSpec
-from clustertrain.spec.strict import nearest
 
 Class = type[torch.optim.Optimizer]
 Build = Callable[..., torch.optim.Optimizer]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from clustertrain.checkpoint.state import clean, unwrap
+from clustertrain.config.module_patterns import fits, near
 from clustertrain.errors import ConfigError
-from clustertrain.spec.patterns import fits, near
 from clustertrain.train import data_parallel, stages
 from clustertrain.train.model import Decoder
 

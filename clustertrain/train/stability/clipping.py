@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clustertrain.config.optim import Clip, OptimSpec
 from clustertrain.errors import UsageError
-from clustertrain.spec.optim import Clip, OptimSpec
 from clustertrain.train import gradients
 from clustertrain.train.stability.ring import Ring
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clustertrain.spec.stability import StabilitySpec
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.stability import clipping
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.ring import Ring

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import Diverged
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.arriving import Arriving
 from clustertrain.train.step import Stepped
 

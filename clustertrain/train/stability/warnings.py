@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.spec.stability import StabilitySpec
+from clustertrain.config.stability import StabilitySpec
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import tomli_w
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import known_keys
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.parsing import known_keys
+from clustertrain.config.recipe import Recipe
 from tests.fuzz.inputs.damage import bytes_changed, change
 from tests.fuzz.inputs.text import arguments, deep, numbers, values
 from tests.fuzz.play import InputClass

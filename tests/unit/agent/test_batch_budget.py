@@ -10,12 +10,12 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent.batch import Batch
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.job import RunSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.run import attempts, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
 
 HOUR = 3600.0
 

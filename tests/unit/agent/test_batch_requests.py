@@ -16,13 +16,13 @@ from clustertrain.agent import batch as module
 from clustertrain.agent.batch import Batch
 from clustertrain.agent.claim import Identity, claim
 from clustertrain.agent.signals import Signals
+from clustertrain.config.job import RunSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
 from clustertrain.launch import continuing
 from clustertrain.launch.backend import Backend, JobView
 from clustertrain.run import events, folder
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
 
 
 class OneJob:

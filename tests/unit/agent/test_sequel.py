@@ -12,13 +12,13 @@ from clustertrain import clock, fsio
 from clustertrain.agent import sequel as module
 from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
+from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import JobView, Submission
 from clustertrain.launch.requeue import Decision, Verdict
 from clustertrain.run import attempts, endings, events, folder
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import JobSpec, RunSpec
 
 
 @dataclass

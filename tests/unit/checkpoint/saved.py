@@ -15,9 +15,9 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.source import RemoteFolder
-from clustertrain.spec.presets import filled
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
+from clustertrain.config.parsing import build
+from clustertrain.config.presets import filled
+from clustertrain.config.recipe import Recipe
 from clustertrain.train.model import Decoder
 
 

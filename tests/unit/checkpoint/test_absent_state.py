@@ -13,8 +13,8 @@ from clustertrain.checkpoint import rollback
 from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import CheckpointError, Diverged
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.evaluation.periodic import Evaluations
 from clustertrain.train.precision import LossScale

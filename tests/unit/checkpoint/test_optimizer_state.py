@@ -16,9 +16,9 @@ from clustertrain.checkpoint.agree import Ranks
 from clustertrain.checkpoint.engines import ENGINES
 from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.state import keepers
+from clustertrain.config.optim import OptimSpec
 from clustertrain.errors import CheckpointError
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.optim import OptimSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue, making
 from clustertrain.train.optimizers.parameters import describe

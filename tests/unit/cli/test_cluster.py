@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from clustertrain.cli.cluster import cluster
+from clustertrain.config import cluster as profiles
 from clustertrain.errors import CommandFailed, ConfigError, UsageError
-from clustertrain.spec import cluster as profiles
 from tests.fake_slurm import said as slurm
 from tests.fake_slurm.fixture import FakeSlurm
 

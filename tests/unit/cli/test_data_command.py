@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain.cli.data import data
+from clustertrain.config.token_shards import Index, read_index
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
-from clustertrain.spec.shards import Index, read_index
 
 WORDS = """
 def words(text):

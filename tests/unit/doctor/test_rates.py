@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 from clustertrain.doctor import rates
 from clustertrain.doctor.rates import Outcome, Where
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.node import Cpus, Interface, NodeFacts
 
 Measure = Callable[..., Outcome]
 SEEN = '{"kind": "cuda", "device": "NVIDIA H100", "count": 8, "torch": "2.13.0", "port": 1}'

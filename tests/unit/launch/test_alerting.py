@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.launch import alerting
-from clustertrain.spec.telemetry import AlertsSpec
 
 URL = "https://hooks.example.org/secret"
 

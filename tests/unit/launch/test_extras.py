@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.launch import extras
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from clustertrain.config import cluster
+from clustertrain.config.cluster import Measured
+from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 from clustertrain.errors import ConfigError
 from clustertrain.launch import profile_file
 from clustertrain.launch.findings import Found
 from clustertrain.launch.profile_file import Kept
-from clustertrain.spec import cluster
-from clustertrain.spec.cluster import Measured
-from clustertrain.spec.node import Cpus, Interface, NodeFacts
 
 FOUND = {
     "partition": Found("gpu", "the default partition"),

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.launch import render, templates
 from clustertrain.launch.render import ScriptInput, job_script
 from clustertrain.plan.planner import plan
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe, TrainSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.config.node_facts import NodeFacts
 from clustertrain.node.network import IpOutput
 from clustertrain.node.read import read
-from clustertrain.spec.node import NodeFacts
 from tests.fixtures.nodes.expand import KINDS, Tree, expand
 
 

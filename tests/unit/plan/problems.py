@@ -8,6 +8,11 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config import hardware
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.presets import PRESETS
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import memory, pipeline, time
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.decoder import Decoder, Shape
@@ -15,11 +20,6 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.machine import machine_of
 from clustertrain.plan.search import VIRTUAL_STAGES, Candidate, Problem, Wanted
 from clustertrain.plan.stack import CLUSTERTRAIN
-from clustertrain.spec import hardware
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.presets import PRESETS
-from clustertrain.spec.recipe import ModelSpec
 
 LLAMA_8B = ModelSpec(**PRESETS["llama3.1-8b"])
 LLAMA_405B = ModelSpec(**PRESETS["llama3.1-405b"])

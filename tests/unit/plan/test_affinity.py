@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from clustertrain.config.node_facts import Cpus, Gpu, NodeFacts, NumaNode
 from clustertrain.plan.affinity import near_gpus
-from clustertrain.spec.node import Cpus, Gpu, NodeFacts, NumaNode
 
 
 def node(*homes: int | None, cpus: tuple[str, ...] = ("0-3,8-11", "4-7,12-15")) -> NodeFacts:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from clustertrain.config.node_facts import EfaDevice, Gpu, Hca, Interface, NodeFacts
 from clustertrain.node.read import read
 from clustertrain.plan import fabric, nccl
-from clustertrain.spec.node import EfaDevice, Gpu, Hca, Interface, NodeFacts
 from tests.fixtures.nodes.expand import expand
 
 H100_PORTS = "=" + ",".join(f"mlx5_{n}:1" for n in (0, 3, 4, 5, 6, 9, 10, 11))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.model import ConvnetSpec
+from clustertrain.config.optim import OptimizerName, OptimSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import ModelSpec, Precision, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import advice
 from clustertrain.plan.advice import LINEAR, SQUARE_ROOT, scaled_lr
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.models import ConvnetSpec
-from clustertrain.spec.optim import OptimizerName, OptimSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Precision, Recipe, TrainSpec
-from clustertrain.spec.strict import build
 
 LR = OptimSpec().lr
 

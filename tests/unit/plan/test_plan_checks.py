@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 
 MODEL = ModelSpec(vocab_size=256, dim=64, layers=8, heads=8, kv_heads=4)
 

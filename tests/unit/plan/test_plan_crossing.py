@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.crossing import Work, warnings
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import ModelSpec
 
 MODEL = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8)
 WORK = Work(MODEL, Pass(seq_len=4096, micro_batch=1, grad_accum=4, compute="bf16", device="cuda"))

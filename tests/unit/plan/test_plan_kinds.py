@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.presets import filled
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.presets import filled
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 GIB = 1024**3
 

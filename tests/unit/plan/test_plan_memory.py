@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import GIB, Memory, of_rank
 from clustertrain.plan.stack import CLUSTERTRAIN
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec
 
 LLAMA_7B = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from clustertrain.config import hardware
+from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.hardware import GpuType
 from clustertrain.plan import network
 from clustertrain.plan.machine import SMALLER, machine_of
 from clustertrain.plan.network import Network
-from clustertrain.spec import hardware
-from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.hardware import GpuType
 
 LARGE = 1 << 36  # bytes, beside which latency does not count
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import tomli_w
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.node_facts import NodeFacts, cpu_numbers
+from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.node.read import read
 from clustertrain.plan.planner import plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.node import NodeFacts, cpu_numbers
-from clustertrain.spec.strict import build
 from tests.fixtures.nodes.expand import KINDS, expand
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.plan import notes
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
-from clustertrain.spec.strict import build
 
 DDP = Layout(strategy="ddp", dp_replicate=4)
 FSDP = Layout(strategy="fsdp", dp_shard=4)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline
 from clustertrain.plan.activations import dealt
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train import stages
 from clustertrain.train.model import Decoder
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from clustertrain.cli.plan_table import write_predictions
+from clustertrain.config import hardware
+from clustertrain.config.cluster import ClusterProfile, Measured
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.presets import PRESETS
+from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan import pipeline
 from clustertrain.plan.machine import machine_of
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.plan.search import search
 from clustertrain.plan.table import of_row, predict
-from clustertrain.spec import hardware
-from clustertrain.spec.cluster import ClusterProfile, Measured
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.presets import PRESETS
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 

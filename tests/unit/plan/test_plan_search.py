@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline
 from clustertrain.plan.search import HOPELESS, RECOMPUTES, SIMPLER, TIE, Candidate, Problem, cost, kinds, search
 from clustertrain.plan.time import of_step
-from clustertrain.spec.recipe import ModelSpec
 from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, every, problem
 
 TINY = ModelSpec()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config import hardware
+from clustertrain.config.parallel import ParallelSpec
 from clustertrain.plan import compute, network, time
 from clustertrain.plan.activations import Pass
 from clustertrain.plan.compute import FITTED
@@ -15,8 +17,6 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.memory import of_rank
 from clustertrain.plan.stack import CLUSTERTRAIN, compiled
 from clustertrain.plan.time import Machine, Step
-from clustertrain.spec import hardware
-from clustertrain.spec.parallel import ParallelSpec
 
 LLAMA_8B = Shape(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14_336)
 FSDP = Layout(strategy="fsdp", dp_shard=64)

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.job import RunSpec, ScriptSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.plan.planner import plan
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.job import RunSpec, ScriptSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe
-from clustertrain.spec.strict import build
 
 OWN_MODEL = {"entry": "mine:Net"}
 HELD_OUT = {"validation": 0.1}

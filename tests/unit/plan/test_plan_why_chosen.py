@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.plan import why_chosen
 from clustertrain.plan.decoder import Shape
 from clustertrain.plan.planner import Plan, plan
 from clustertrain.plan.search import FAMILIES, Problem, search
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Recipe, TrainSpec
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 

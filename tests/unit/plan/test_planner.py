@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.objective import ObjectiveSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import Plan, flops_per_step, plan, require_fit
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.objective import ObjectiveSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 
 SMALL = ModelSpec()
 LARGE = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)

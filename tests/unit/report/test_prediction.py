@@ -13,6 +13,10 @@ from click.testing import CliRunner
 
 from clustertrain import fsio
 from clustertrain.cli.jobs import status
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.data import DataSpec
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.plan.planner import plan
 from clustertrain.report import prediction
 from clustertrain.report.prediction import Pair, Prediction
@@ -21,10 +25,6 @@ from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, brief_time, emi
 from clustertrain.run import folder
 from clustertrain.run.folder import RunDir
 from clustertrain.run.measured import WARM_UP_STEPS
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe, TrainSpec
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, record
 
 RANKS = 8

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from clustertrain import fsio
+from clustertrain.config.contract import ContractSpec
+from clustertrain.config.evaluation import EvaluationSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.run import attempts, budget, contract
 from clustertrain.run.budget import Used
 from clustertrain.run.events import EventLog
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.contract import ContractSpec
-from clustertrain.spec.evaluation import EvaluationSpec
-from clustertrain.spec.recipe import Recipe
 
 HOUR = 3600.0
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.run.identity import hash_of
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 HERE = JobSpec()
 

@@ -9,17 +9,17 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from clustertrain.config import bounds
+from clustertrain.config.cluster import ClusterProfile
+from clustertrain.config.dotted_keys import elements_of, fields_of, struct_of
+from clustertrain.config.durations import duration_s
+from clustertrain.config.job import JobSpec
+from clustertrain.config.node_facts import cpu_numbers
+from clustertrain.config.parsing import build, parse_toml, read_toml, value_of
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.time_limits import seconds_of
+from clustertrain.config.toml_parser import MOST_DEPTH
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.spec import bounds
-from clustertrain.spec.cluster import ClusterProfile
-from clustertrain.spec.durations import duration_s
-from clustertrain.spec.job import JobSpec
-from clustertrain.spec.limits import seconds_of
-from clustertrain.spec.node import cpu_numbers
-from clustertrain.spec.parsing import MOST_DEPTH
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build, parse_toml, read_toml, value_of
-from clustertrain.spec.walk import elements_of, fields_of, struct_of
 
 # Checked against both ends in their own tables, by the 64 bits of TOML, or by what may be written there.
 OF_THEIR_TABLES = {

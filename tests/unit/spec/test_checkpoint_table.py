@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import tomli_w
 
+from clustertrain.config.parsing import build, read_toml, value_of
+from clustertrain.config.recipe import CheckpointSpec, Recipe, check_every, seconds_of
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import CheckpointSpec, Recipe, check_every, seconds_of
-from clustertrain.spec.strict import build, read_toml, value_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.config import cluster
 from clustertrain.errors import ConfigError
-from clustertrain.spec import cluster
 
 
 def load(folder: Path, text: str) -> cluster.ClusterProfile:

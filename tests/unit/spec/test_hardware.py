@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from clustertrain.spec import hardware
+from clustertrain.config import hardware
 
 
 @pytest.mark.parametrize(

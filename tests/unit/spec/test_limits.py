@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import UsageError
-from clustertrain.spec.limits import seconds_of
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 
 def table(**values: Any) -> ParallelSpec:

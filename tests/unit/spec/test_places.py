@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.config.storage_paths import check_node_folder, node_folder
 from clustertrain.errors import EnvironmentNotFit
-from clustertrain.spec.places import check_node_folder, node_folder
 
 
 @pytest.mark.parametrize(

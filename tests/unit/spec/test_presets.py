@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parsing import build
+from clustertrain.config.presets import PRESETS, filled
+from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.presets import PRESETS, filled
-from clustertrain.spec.recipe import ModelSpec, Recipe
-from clustertrain.spec.strict import build
 
 
 def of(**model: object) -> ModelSpec:

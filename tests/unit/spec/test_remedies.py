@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parsing import build, parse_toml, set_dotted, value_of
 from clustertrain.errors import ConfigError
 from clustertrain.launch.request import _RecipeFile
-from clustertrain.spec.strict import build, parse_toml, set_dotted, value_of
 
 
 def fix_of(text: str) -> str | None:

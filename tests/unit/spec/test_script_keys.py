@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 import clustertrain.train
-from clustertrain.spec.in_use import in_use
-from clustertrain.spec.job import RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.script_keys import OF_TRAINER, of_trainer
-from clustertrain.spec.strict import build
+from clustertrain.config.job import RunSpec, ScriptSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.script_keys import OF_TRAINER, of_trainer
+from clustertrain.config.unused_keys import in_use
 
 SCRIPT = ScriptSpec(path="train.py", cwd="/")
 # What reads the recipe where a script runs; all else in train/ that does is for the built-in trainer.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.cross_checks import check_contract
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.agreement import check_contract
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 KEPT, IMAGES, PAIRS = {"validation": 0.1}, {"kind": "convnet"}, {"kind": "two-tower"}
 TEN = "class-0, class-1, .*class-8, class-9"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parsing import build, parse_toml
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build, parse_toml
-from clustertrain.spec.telemetry import TelemetrySpec
 
 
 def read(text: str) -> TelemetrySpec:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config import synonyms
+from clustertrain.config.parsing import build, known_keys, set_dotted, text_of
 from clustertrain.errors import ConfigError
 from clustertrain.launch.request import _RecipeFile
-from clustertrain.spec import elsewhere
-from clustertrain.spec.strict import build, known_keys, set_dotted, text_of
 
 
 def said(key: str, value: Any = 1) -> str:
@@ -71,8 +71,8 @@ def test_the_word_that_was_meant_comes_first(key: str, word: str, meant: str) ->
 
 def test_what_others_say_leads_to_what_there_is() -> None:
     keys = known_keys(_RecipeFile)
-    assert {meant for several in elsewhere.KEYS.values() for meant in several} <= set(keys)
-    assert not elsewhere.KEYS.keys() & {name for name in keys if "." not in name}
+    assert {meant for several in synonyms.KEYS.values() for meant in several} <= set(keys)
+    assert not synonyms.KEYS.keys() & {name for name in keys if "." not in name}
 
 
 def test_values_are_shown_as_a_recipe_has_them() -> None:

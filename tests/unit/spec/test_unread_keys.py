@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.unused_keys import refuse, unread
 from clustertrain.errors import ConfigError
-from clustertrain.spec.in_use import refuse, unread
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 IMAGES, PAIRS, KEPT = {"kind": "convnet"}, {"kind": "two-tower"}, {"validation": 0.1}
 

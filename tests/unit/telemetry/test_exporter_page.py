@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.spec.telemetry import ExporterSpec
+from clustertrain.config.telemetry import ExporterSpec
 from clustertrain.telemetry.export import textfile
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Feed, Labels
@@ -211,7 +211,7 @@ def test_there_is_an_end_to_the_clients_that_it_takes(export: Callable[..., Watc
 def test_a_run_that_exports_nothing_imports_nothing_for_it() -> None:
     program = (
         "import sys; from clustertrain.telemetry.export.exporter import Exporter;"
-        "from clustertrain.telemetry.export.feed import Labels; from clustertrain.spec.telemetry import ExporterSpec;"
+        "from clustertrain.telemetry.export.feed import Labels; from clustertrain.config.telemetry import ExporterSpec;"
         "e = Exporter(ExporterSpec(), Labels('r', '', 1, 'n')); e.start(); assert e.stop();"
         "print('prometheus_client' in sys.modules, 'torch' in sys.modules)"
     )

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
+from clustertrain.config.telemetry import ExporterSpec
 from clustertrain.run.beat import PHASES
-from clustertrain.spec.telemetry import ExporterSpec
 from clustertrain.telemetry.export.exporter import Exporter
 from slurm.grafana import dashboard
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot

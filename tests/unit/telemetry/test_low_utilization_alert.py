@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import beat
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts.rules import Alerts
 from tests.unit.telemetry.test_telemetry_alerts import Change, Job, codes
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from clustertrain import clock
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import beat
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.alerts import watch
 from clustertrain.telemetry.alerts.across import Across

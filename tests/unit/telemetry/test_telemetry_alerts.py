@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import beat
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.alerts.alert import MOST_AN_HOUR, Alert
 from clustertrain.telemetry.alerts.rules import Alerts

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.spec.telemetry import AlertsSpec
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts import notify
 from clustertrain.telemetry.alerts.alert import Alert
 from clustertrain.telemetry.alerts.notify import Notifier

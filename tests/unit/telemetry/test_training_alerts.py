@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run.events import EventLog
-from clustertrain.spec.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts.training import LOOK_S, Training
 from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.snapshot import Snapshot

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import ScriptSpec
 from clustertrain.tracking import facts, tracker
 from clustertrain.tracking.follow import Follower
 from clustertrain.tracking.tracker import Handing, State, Tracker

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
+from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.launch.submit import spec_text
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import JobSpec, RunSpec, ScriptSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 
 T0 = 1_800_000_000.0
 

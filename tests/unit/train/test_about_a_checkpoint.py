@@ -10,10 +10,10 @@ import pytest
 
 import clustertrain
 from clustertrain import fsio
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train.keeping import about
 from tests.unit.train.alone import ALONE
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder
 from clustertrain.train.parallelize import parallelize

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from clustertrain.config.data import AugmentSpec
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import AugmentSpec
 from clustertrain.train.augment import Augmented
 from clustertrain.train.images import Labelled
 

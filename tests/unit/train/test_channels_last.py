@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import Recipe
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import Recipe
 from clustertrain.train import computation
 from tests.unit.train.alone import ALONE
 

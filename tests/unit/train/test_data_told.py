@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.spec.data import DataSpec
+from clustertrain.config.data import DataSpec
 from clustertrain.train.data_told import lengths_of, padding_of, tell
 from clustertrain.train.tokenize import of_bytes, write
 from clustertrain.train.tokens import tokens

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from clustertrain.config.data import DataSpec
 from clustertrain.errors import CheckpointError
-from clustertrain.spec.data import DataSpec
 from clustertrain.train.data import Loader
 from clustertrain.train.text import BytePairs, ByteText
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ConfigError
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train.augment import Augmented
 from clustertrain.train.data import Loader
 from clustertrain.train.models import Task, task

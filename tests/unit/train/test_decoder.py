@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from clustertrain.config.data import DataSpec
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder, RotaryTable, rotate

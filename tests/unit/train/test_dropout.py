@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train import dropout
 from clustertrain.train.context import RankContext
 from clustertrain.train.dropout import Dropout

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import UsageError
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train import data_parallel
 from clustertrain.train.stability import clipping, update
 from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, LEAST_NORMS, Clipping

@@ -12,8 +12,8 @@ import pytest
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.strict import build
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import build
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.evaluation.periodic import Evaluations
 from clustertrain.train.keeping import Keeping

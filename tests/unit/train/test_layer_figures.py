@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.spec.stability import StabilitySpec
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.context import RankContext
 from clustertrain.train.stability.guard import Guard
 from clustertrain.train.stability.layers import SAMPLED, Layers, unit_of

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.recipe import ModelSpec, Recipe
 from clustertrain.train import context_parallel, tensor_parallel
 from clustertrain.train.context import RankContext
 from clustertrain.train.model import Decoder

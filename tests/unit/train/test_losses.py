@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train import losses
 from clustertrain.train.expected import initial_loss
 

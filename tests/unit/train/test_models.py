@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from clustertrain.config.data import DataSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.presets import filled
+from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.presets import filled
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train import losses
 from clustertrain.train.data_parallel import units
 from clustertrain.train.evaluation.of_recipe import of_recipe

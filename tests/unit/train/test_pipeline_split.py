@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import ModelSpec
 from clustertrain.train import stages
 from clustertrain.train.model import Decoder
 

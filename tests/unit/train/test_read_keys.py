@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from clustertrain.spec.in_use import why_not
-from clustertrain.spec.objective import ObjectiveKind, ObjectiveSpec
-from clustertrain.spec.optim import Clip, OptimizerName, OptimSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
+from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
+from clustertrain.config.optim import Clip, OptimizerName, OptimSpec
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
+from clustertrain.config.unused_keys import why_not
 from clustertrain.train import losses
 from clustertrain.train.optimizers import catalogue
 from clustertrain.train.schedule import LearningRate

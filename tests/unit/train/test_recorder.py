@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from clustertrain import fsio
+from clustertrain.config.job import RunSpec
+from clustertrain.config.recipe import Recipe, TrainSpec
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe, TrainSpec
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.data import Loader
 from clustertrain.train.marks import Marks
 from clustertrain.train.recorder import Recorder

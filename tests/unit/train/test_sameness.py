@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.strict import build
 from clustertrain.train import sameness
 from clustertrain.train.context import RankContext
 from clustertrain.train.keeping import Keeping, about

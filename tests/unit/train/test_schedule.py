@@ -8,11 +8,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Batch
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.schedule import ScheduleKind, ScheduleSpec
-from clustertrain.spec.strict import build
 from clustertrain.train import loop
 from clustertrain.train.schedule import LearningRate
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.plan.counted import Counted, Unit
 from clustertrain.plan.layout import Layout
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train import computation, models, shapes
 from clustertrain.train.context import RankContext
 from clustertrain.train.mesh import Groups

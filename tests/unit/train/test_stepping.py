@@ -18,13 +18,13 @@ from torch.nn import functional as F
 import clustertrain as ct
 from clustertrain import fsio, settings
 from clustertrain.checkpoint import rollback
+from clustertrain.config.job import JobSpec, RunSpec
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.launch.submit import spec_text
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
 from clustertrain.run.folder import RunDir
-from clustertrain.spec.job import JobSpec, RunSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
 from clustertrain.train import result
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.evaluation.periodic import Evaluations

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import Diverged
-from clustertrain.spec.stability import StabilitySpec
 from clustertrain.train.stability.supervisor import Back, Supervisor, Trail
 from clustertrain.train.step import Stepped
 

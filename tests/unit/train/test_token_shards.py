@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from clustertrain.config.data import DataSpec
+from clustertrain.config.token_shards import INDEX, read_index
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DataSpec
-from clustertrain.spec.shards import INDEX, read_index
 from clustertrain.train.tokenize import write
 from clustertrain.train.tokens import Corpus, Packed, Windows, tokens
 

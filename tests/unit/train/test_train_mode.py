@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.strict import build
+from clustertrain.config.parsing import build
+from clustertrain.config.recipe import Recipe
 from clustertrain.train import train_mode
 from clustertrain.train.models import task
 

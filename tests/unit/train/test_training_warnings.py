@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.spec.stability import StabilitySpec
+from clustertrain.config.stability import StabilitySpec
 from clustertrain.train.stability.warnings import (
     KNOWN,
     LEAST_KNOWN,

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 
 from clustertrain import reading, schema
+from clustertrain.config import bounds, suggestions, synonyms, toml_parser
+from clustertrain.config.dotted_keys import fields_of, parts_of, places_of, struct_of, type_at, value_at
 from clustertrain.errors import ConfigError
-from clustertrain.spec import bounds, elsewhere, parsing, remedies
-from clustertrain.spec.walk import fields_of, parts_of, places_of, struct_of, type_at, value_at
 
 S = TypeVar("S", bound=msgspec.Struct)
 ENVIRONMENT = "env."  # of a recipe: names of variables stand behind it
@@ -65,13 +65,13 @@ def _meant(key: str, beside: list[str], above: str, known: list[str]) -> str:
     leaves = {name: name.rpartition(".")[2] for name in known}
     near = [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.75)]
     found = near + [name for name, leaf in leaves.items() if leaf == key]
-    found = found or [name for name in elsewhere.key(key) if name in leaves and f"{name}." != above]
+    found = found or [name for name in synonyms.key(key) if name in leaves and f"{name}." != above]
     if not found:
         close = difflib.get_close_matches(key, sorted(set(leaves.values())), n=1, cutoff=0.8)
         found = [name for name, leaf in leaves.items() if leaf in close]
     found = found or [above + name for name in difflib.get_close_matches(key, beside, n=3, cutoff=0.5)]
     if found:
-        units = [elsewhere.UNITS[name] for name in found if name in elsewhere.UNITS]
+        units = [synonyms.UNITS[name] for name in found if name in synonyms.UNITS]
         return f"did you mean {' or '.join(found)}?" + "".join(f" {unit}" for unit in units)
     return f"known: {', '.join(sorted(beside))}"
 
@@ -86,7 +86,7 @@ def _check_finite(value: Any, where: str, source: str) -> None:
 
 
 def build(value: dict[str, Any], kind: type[S], source: str, at: str = "") -> S:
-    """``value`` as a ``kind``, whose keys stand below ``at`` in :data:`clustertrain.spec.bounds.BOUNDS`.
+    """``value`` as a ``kind``, whose keys stand below ``at`` in :data:`clustertrain.config.bounds.BOUNDS`.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names the key and ``source``.
@@ -100,7 +100,7 @@ def build(value: dict[str, Any], kind: type[S], source: str, at: str = "") -> S:
         text, _, path = str(e).partition(" - at `$")
         where = path.rstrip("`").lstrip(".")
         key = _whole(value, kind, where)
-        fix = remedies.of(value, kind, where, text) or remedies.of(value, kind, key, text) or _show(value, key)
+        fix = suggestions.of(value, kind, where, text) or suggestions.of(value, kind, key, text) or _show(value, key)
         raise ConfigError(f"{source}: {_named(kind, key, _plain(text))}", fix=fix) from e
 
 
@@ -166,12 +166,12 @@ def read_text(path: Path) -> str:
 def parse_toml(text: str, source: str) -> dict[str, Any]:
     """Raises ConfigError for what is not TOML; names ``source``."""
     try:
-        return parsing.loads(text, source)
+        return toml_parser.loads(text, source)
     except tomllib.TOMLDecodeError as e:
         place = re.search(r"at line (\d+)", str(e))
         line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
         said = f"{source}: not valid TOML: {e}{': ' if line else ''}{line}"
-        raise ConfigError(said, fix=remedies.bare_word(line)) from e
+        raise ConfigError(said, fix=suggestions.bare_word(line)) from e
 
 
 def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
@@ -185,7 +185,7 @@ def assigned(assignment: str, option: str = "--set") -> tuple[str, str]:
 def value_of(text: str, path: str = "") -> Any:
     """The value of the command line for ``path``: TOML. What is not TOML is a string, and in the environment all is."""
     try:
-        value = parsing.loads(f"value = {text}", path or "the value")["value"]
+        value = toml_parser.loads(f"value = {text}", path or "the value")["value"]
     except tomllib.TOMLDecodeError:
         return text
     return text if path.startswith(ENVIRONMENT) and not isinstance(value, str) else value

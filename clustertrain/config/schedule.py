@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.config.ranges import positive, within
 
 ScheduleKind = Literal["cosine", "linear", "step", "one-cycle", "plateau", "wsd", "constant"]
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from clustertrain.config import dotted_keys, synonyms, toml_parser
 from clustertrain.errors import ConfigError
-from clustertrain.spec import elsewhere, parsing, walk
 
 _TRUTH: Mapping[str, str] = {
     **dict.fromkeys(("true", "yes", "on", "1"), "true"),
@@ -42,10 +42,10 @@ def of(value: dict[str, Any], kind: type[msgspec.Struct], key: str, text: str) -
     Args:
         value: the whole document, which is to be a ``kind``.
     """
-    places = walk.places_of(key)
+    places = dotted_keys.places_of(key)
     words = re.match(r"Expected `([^`]+)`", text)
     expected = tuple(words[1].split(" | ")) if words else ()
-    wrong = _Wrong(key, walk.value_at(value, places), walk.type_at(kind, places), expected)
+    wrong = _Wrong(key, dotted_keys.value_at(value, places), dotted_keys.type_at(kind, places), expected)
     if key.endswith("[...]"):
         return _quoted(wrong)
     found = _one_of(wrong) or _range(wrong, text)
@@ -72,7 +72,7 @@ def _one_of(wrong: _Wrong) -> str | None:
         return None
     given = str(wrong.given)
     words = [word for word in get_args(wrong.kind) if word]
-    same = elsewhere.word(given)
+    same = synonyms.word(given)
     words.sort(key=lambda word: (word not in same, -difflib.SequenceMatcher(None, given.lower(), word).ratio()))
     return "use one of " + ", ".join(words)
 
@@ -83,7 +83,7 @@ def _range(wrong: _Wrong, text: str) -> str | None:
     if two:
         return f"make {two[1]} less, or {two[2]} more"
     one = re.match(r"(\w+) = \S+: must (be|lie) ", text)
-    struct = walk.struct_of(wrong.kind)
+    struct = dotted_keys.struct_of(wrong.kind)
     field = next((f for f in msgspec.structs.fields(struct) if one and f.name == one[1]), None) if struct else None
     if field is None:
         return None
@@ -108,9 +108,9 @@ def _quoted(wrong: _Wrong) -> str | None:
 def _listed(wrong: _Wrong) -> str | None:
     if "array" not in wrong.expected:
         return None
-    of = walk.elements_of(wrong.kind)
+    of = dotted_keys.elements_of(wrong.kind)
     if isinstance(wrong.given, dict):
-        several = bool(of) and walk.struct_of(of[0]) is not None
+        several = bool(of) and dotted_keys.struct_of(of[0]) is not None
         return f"write [[{wrong.key}]] with two brackets: there may be several" if several else wrong.write('["…"]')
     if of[1:] == (...,) and not isinstance(wrong.given, list):
         return wrong.write(f"[{json.dumps(wrong.given, default=str)}]")
@@ -122,10 +122,10 @@ def _listed(wrong: _Wrong) -> str | None:
 
 
 def _table(wrong: _Wrong) -> str | None:
-    struct = walk.struct_of(wrong.kind)
+    struct = dotted_keys.struct_of(wrong.kind)
     if "object" not in wrong.expected:
         return None
-    keys = [f"{wrong.key}.{name}" for name in walk.fields_of(struct)][:3] if struct is not None else []
+    keys = [f"{wrong.key}.{name}" for name in dotted_keys.fields_of(struct)][:3] if struct is not None else []
     return f"set its keys, as {', '.join(keys)}" if keys else f"write [{wrong.key}] and its keys below it, NAME = VALUE"
 
 
@@ -144,7 +144,7 @@ def _number(wrong: _Wrong) -> str | None:
             return wrong.write(str(int(given)))
         return "write a whole number" + (": it is a count, not a share" if 0 < given < 1 else "")
     try:
-        meant = parsing.loads(f"value = {given}", wrong.key)["value"] if isinstance(given, str) else None
+        meant = toml_parser.loads(f"value = {given}", wrong.key)["value"] if isinstance(given, str) else None
     except (tomllib.TOMLDecodeError, ConfigError):
         return None
     return f"{wrong.write(given)}, without the quotes" if type(meant) in kinds else None

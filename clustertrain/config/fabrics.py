@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
-from clustertrain.spec.strict import nearest
 
 
 class Fabric(NamedTuple):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from clustertrain.config import slice_checks
+from clustertrain.config.data import BUILT_IN, DIGIT_HALF, DIGITS
+from clustertrain.config.evaluation import PREFIX, SLICE, MetricName
+from clustertrain.config.objective import ObjectiveKind
+from clustertrain.config.parsing import nearest, text_of
 from clustertrain.errors import ConfigError
-from clustertrain.spec import slices
-from clustertrain.spec.data import BUILT_IN, DIGIT_HALF, DIGITS
-from clustertrain.spec.evaluation import PREFIX, SLICE, MetricName
-from clustertrain.spec.objective import ObjectiveKind
-from clustertrain.spec.strict import nearest, text_of
 
 if TYPE_CHECKING:
-    from clustertrain.spec.recipe import Recipe
+    from clustertrain.config.recipe import Recipe
 
 _OF_TRAINING = ("loss", "grad_norm")  # what decides without an evaluation
 _OF_CLASSES: tuple[MetricName, ...] = ("accuracy", "top5")
@@ -48,7 +48,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _data(recipe: Recipe) -> None:
-    from clustertrain.spec.recipe import LEARNS_FROM
+    from clustertrain.config.recipe import LEARNS_FROM
 
     model, data = recipe.model, recipe.data
     kinds = LEARNS_FROM[model.kind]
@@ -131,7 +131,7 @@ def check_contract(recipe: Recipe, source: str) -> None:
     """
     try:
         _contract(recipe)
-        slices.check_agreement(recipe)
+        slice_checks.check_agreement(recipe)
     except ValueError as e:
         raise ConfigError(f"{source}: {e}") from e
 

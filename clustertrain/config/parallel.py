@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive
+from clustertrain.config.ranges import positive
 
 Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 ActivationCheckpointing = Literal["auto", "none", "selective", "full"]

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.config.ranges import positive, within
 
 MOST_STAGES = 14  # they would halve 16,384 pixels to one
 

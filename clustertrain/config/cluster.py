@@ -10,13 +10,13 @@ from typing import Literal
 import msgspec
 
 from clustertrain import settings
+from clustertrain.config import fabrics
+from clustertrain.config.hardware import GpuType
+from clustertrain.config.job import Device
+from clustertrain.config.node_facts import NodeFacts
+from clustertrain.config.parsing import build, nearest, read_toml
+from clustertrain.config.ranges import positive
 from clustertrain.errors import ConfigError
-from clustertrain.spec import fabrics
-from clustertrain.spec.hardware import GpuType
-from clustertrain.spec.job import Device
-from clustertrain.spec.node import NodeFacts
-from clustertrain.spec.ranges import positive
-from clustertrain.spec.strict import build, nearest, read_toml
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,7 +59,7 @@ class ClusterProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpus_per_node: int = 0  # that a node has; 0: not known
     gpus_flag: str = "gpus-per-node"  # or "gres": some sites refuse one of them
     cpus_per_gpu: int = 0
-    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (spec/fabrics.py); "": as the GPU type comes
+    fabric: str = ""  # what joins the nodes, as "8 x ndr" or "efa-p5" (config/fabrics.py); "": as the GPU type comes
     fabric_interface: str = ""  # network interface of the training traffic, where it cannot be told
     env: dict[str, str] = {}
     sbatch: dict[str, str] = {}

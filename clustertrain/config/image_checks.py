@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clustertrain.config.data import DIGITS
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.slice_checks import BUILT_IN
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DIGITS
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.slices import BUILT_IN
 
 SHAPES = "shapes"
 

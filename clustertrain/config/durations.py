@@ -1,4 +1,4 @@
-"""Lengths of time as people write them. Slurm's own form of a time limit is read by :mod:`clustertrain.spec.limits`."""
+"""Lengths of time as people write them. Slurm's own form of a time limit is read by :mod:`clustertrain.config.time_limits`."""
 
 from __future__ import annotations
 

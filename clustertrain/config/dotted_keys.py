@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from clustertrain.config import toml_parser
 from clustertrain.errors import ConfigError
-from clustertrain.spec import parsing
 
 
 def struct_of(kind: Any) -> type[msgspec.Struct] | None:
@@ -45,7 +45,7 @@ def parts_of(path: str) -> list[str]:
     if '"' not in path and "'" not in path:
         return path.split(".")
     try:
-        table: Any = parsing.loads(f"{path} = 0", path)
+        table: Any = toml_parser.loads(f"{path} = 0", path)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not a key in TOML", fix='quote the part with dots in it, as table."a.b"') from e
     parts = []

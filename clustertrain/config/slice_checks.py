@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clustertrain.spec.data import DIGITS
-from clustertrain.spec.evaluation import PREFIX, SLICE
+from clustertrain.config.data import DIGITS
+from clustertrain.config.evaluation import PREFIX, SLICE
 
 if TYPE_CHECKING:
-    from clustertrain.spec.recipe import Recipe
+    from clustertrain.config.recipe import Recipe
 
 BUILT_IN = 10  # classes of the drawn shapes, and of the digits
 _LISTED = 20

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.config.ranges import positive, within
 
 ObjectiveKind = Literal["auto", "cross-entropy", "binary-cross-entropy", "mse", "l1", "huber", "nt-xent"]
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive
-from clustertrain.spec.recipe import Recipe
+from clustertrain.config.ranges import positive
+from clustertrain.config.recipe import Recipe
 
 BackendName = Literal["auto", "slurm", "local"]
 LayoutName = Literal["auto", "ddp", "zero1", "fsdp", "fsdp-grad-op", "hybrid-shard"]

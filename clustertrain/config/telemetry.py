@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from clustertrain.spec.ranges import is_host, positive, within
+from clustertrain.config.ranges import is_host, positive, within
 
 PORTS = 33  # the one that was asked for and the 32 after it: agents of other jobs, and of this one, on the same machine
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import positive, within
+from clustertrain.config.ranges import positive, within
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adafactor", "lion", "lamb", "lars", "muon", "soap", "shampoo", "adamw8bit"

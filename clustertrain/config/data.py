@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from clustertrain.spec.ranges import check_entry, positive, within
+from clustertrain.config.ranges import check_entry, positive, within
 
 READERS = 8  # more workers of one rank rarely read faster
 DIGITS = "digits"
@@ -41,7 +41,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
     library's own source. Of pairs it may be ``digits`` too: the upper and lower halves of images. Of tokens it is a
-    folder of shards (:mod:`clustertrain.spec.shards`). Of images it is an ``.npz`` file or a folder with a folder for
+    folder of shards (:mod:`clustertrain.config.token_shards`). Of images it is an ``.npz`` file or a folder with a folder for
     each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument ``path``, as it
     stands here.
     """

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from clustertrain.config.data import DIGITS
+from clustertrain.config.job import RunSpec
+from clustertrain.config.parsing import text_of
+from clustertrain.config.recipe import Recipe
+from clustertrain.config.script_keys import of_trainer
 from clustertrain.errors import ConfigError
-from clustertrain.spec.data import DIGITS
-from clustertrain.spec.job import RunSpec
-from clustertrain.spec.recipe import Recipe
-from clustertrain.spec.script_keys import of_trainer
-from clustertrain.spec.strict import text_of
 
 
 @dataclass(frozen=True)

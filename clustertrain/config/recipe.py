@@ -1,7 +1,7 @@
 """What to train. A recipe is a TOML file with these tables; every key has a default, unknown keys and those that
-nothing reads (:mod:`clustertrain.spec.in_use`) fail.
+nothing reads (:mod:`clustertrain.config.unused_keys`) fail.
 
-The same file may carry ``[job]`` (see :mod:`clustertrain.spec.job`) and ``[env]``; options of the command line win.
+The same file may carry ``[job]`` (see :mod:`clustertrain.config.job`) and ``[env]``; options of the command line win.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain import settings
-from clustertrain.spec import agreement
-from clustertrain.spec.contract import ContractSpec, Mode
-from clustertrain.spec.data import BUILT_IN, DataKind, DataSpec
-from clustertrain.spec.durations import duration_s
-from clustertrain.spec.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
-from clustertrain.spec.models import ConvnetSpec, TwoTowerSpec
-from clustertrain.spec.objective import ObjectiveKind, ObjectiveSpec
-from clustertrain.spec.optim import OptimSpec
-from clustertrain.spec.parallel import ParallelSpec
-from clustertrain.spec.places import check_node_folder, is_url
-from clustertrain.spec.presets import PRESETS
-from clustertrain.spec.ranges import check_entry, positive, within
-from clustertrain.spec.schedule import ScheduleSpec
-from clustertrain.spec.stability import StabilitySpec
-from clustertrain.spec.strict import nearest
-from clustertrain.spec.telemetry import TelemetrySpec
-from clustertrain.spec.tracking import TrackingSpec
+from clustertrain.config import cross_checks
+from clustertrain.config.contract import ContractSpec, Mode
+from clustertrain.config.data import BUILT_IN, DataKind, DataSpec
+from clustertrain.config.durations import duration_s
+from clustertrain.config.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE, EvaluationSpec, MetricName
+from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
+from clustertrain.config.objective import ObjectiveKind, ObjectiveSpec
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.parallel import ParallelSpec
+from clustertrain.config.parsing import nearest
+from clustertrain.config.presets import PRESETS
+from clustertrain.config.ranges import check_entry, positive, within
+from clustertrain.config.schedule import ScheduleSpec
+from clustertrain.config.stability import StabilitySpec
+from clustertrain.config.storage_paths import check_node_folder, is_url
+from clustertrain.config.telemetry import TelemetrySpec
+from clustertrain.config.tracking import TrackingSpec
 
 ModelKind = Literal["decoder", "convnet", "two-tower"]
 # The first is what "auto" stands for.
@@ -50,7 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The ``[model]`` table. A decoder is Llama-style: RMSNorm, RoPE, SwiGLU, grouped-query attention; so is each
     encoder of a two-tower model, and has these sizes. What does not belong to the kind in use is refused.
 
-    ``preset`` names sizes (:mod:`clustertrain.spec.presets`) which ``submit`` has put under those of the recipe.
+    ``preset`` names sizes (:mod:`clustertrain.config.presets`) which ``submit`` has put under those of the recipe.
     """
 
     kind: ModelKind = "decoder"
@@ -253,7 +253,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rehearsal: RehearsalSpec = RehearsalSpec()
 
     def __post_init__(self) -> None:
-        agreement.check(self)
+        cross_checks.check(self)
 
     @property
     def data_kind(self) -> DataKind:
@@ -296,7 +296,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def evaluated_metrics(self) -> tuple[MetricName, ...]:
         """What an evaluation gives besides the loss."""
-        return self.evaluation.metrics or agreement.usual_metrics(self.objective_kind, text=self.is_text)
+        return self.evaluation.metrics or cross_checks.usual_metrics(self.objective_kind, text=self.is_text)
 
     @property
     def evaluate_every(self) -> int:
