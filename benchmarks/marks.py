@@ -18,9 +18,9 @@ from pathlib import Path
 
 from benchmarks import measure
 from clustertrain import fsio
-from clustertrain.run import attempts, measured
-from clustertrain.run.folder import RunDir
+from clustertrain.run import attempts, measured_speed
 from clustertrain.run.goodput import ledger
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.marks import Marks
 
 STEPS = 20_000
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         history = attempts.read_all(run)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         result["ledger_cpu_s"] = cpu_s(lambda: ledger(run, history, 0.0, True))
-        result["speed_cpu_s"] = cpu_s(lambda: measured.speed(run, run.attempts()))
+        result["speed_cpu_s"] = cpu_s(lambda: measured_speed.speed(run, run.attempts()))
         result["more_memory_mib"] = round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)
     result["goal_s"] = GOAL_S
     met = result["ledger_cpu_s"] + result["speed_cpu_s"] < GOAL_S

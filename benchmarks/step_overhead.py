@@ -38,8 +38,8 @@ from clustertrain import fsio, settings
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import flops_per_step
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.train.context import read_plan
 from clustertrain.train.session import Session
 from clustertrain.train.step import TrainStep

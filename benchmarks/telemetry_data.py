@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clustertrain import fsio
-from clustertrain.run import beat
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run import heartbeat
+from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.segments import totals
@@ -115,7 +115,7 @@ class Node:
         waited = np.cumsum(self._random.gamma(2.0, 0.004, int(step[-1] - step[0]) + 1))[(step - step[0]).astype(int)]
         values = {
             "step": step,
-            "phase": np.where(saving, beat.CHECKPOINT, beat.TRAIN),
+            "phase": np.where(saving, heartbeat.CHECKPOINT, heartbeat.TRAIN),
             "tokens": step * 524_288,
             "data_wait_s": waited,
         }

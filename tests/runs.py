@@ -15,7 +15,7 @@ from unittest import mock
 from clustertrain import clock
 from clustertrain.cli.jobs import status_json
 from clustertrain.launch.look import look
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.4
 # A shell has its background jobs ignore SIGINT, and a test run may be one of them.

@@ -31,8 +31,8 @@ from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classif
 from clustertrain.launch.slurm import BATCH_ANSWER_S, SlurmBackend
 from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.lead import lead_s
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.stop_lead_time import lead_s
 
 POLL_S = 0.2
 LOOK_S = 1.0

@@ -22,8 +22,8 @@ from clustertrain.launch.backend import COMPLETING, PENDING, Backend, JobStart, 
 from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.lead import first_lead_s, lead_s
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.stop_lead_time import first_lead_s, lead_s
 
 NO_ANSWER_S = 120.0
 RECORD_S = 60.0  # for an attempt's record to be seen here: an NFS client may believe so long that there is none

@@ -11,7 +11,7 @@ from typing import Any
 from clustertrain.launch.comment import EVERY_S, FIRST_S, Figures, JobComment, comment_of
 from clustertrain.launch.look import total_steps
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.summary import Stats, Summary
 
 

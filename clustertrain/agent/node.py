@@ -27,7 +27,7 @@ from clustertrain.agent.tracking import Tracking
 from clustertrain.agent.watched import Watched
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, EnvironmentNotFit
 from clustertrain.launch.network import interface_towards
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 
 POLL_S = 0.1
@@ -120,7 +120,7 @@ class Agent:
             log_tail=_tail(self._launcher_log) if exit_code else None,
             stop_asked=self._hurried() if self.stop_came_first is None else self.stop_came_first,
             left=read_left(self.rank_dir, p.ranks),
-            beats=beat.Reader(self.rank_dir, p.ranks).read(),
+            beats=heartbeat.Reader(self.rank_dir, p.ranks).read(),
             stopped=watched.stopped,
             hung=watched.hung,
         )

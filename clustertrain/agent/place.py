@@ -9,8 +9,8 @@ from pathlib import Path
 
 from clustertrain import settings
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
-from clustertrain.run import documents
-from clustertrain.run.folder import AttemptDir, RunDir, open_run
+from clustertrain.run import json_files
+from clustertrain.run.run_dir import AttemptDir, RunDir, open_run
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def place_from(environ: Mapping[str, str]) -> Place:
         raise _unseen(node, run_dir, str(e)) from e
     if seen != environ[settings.NONCE]:
         raise _unseen(node, run_dir, "another attempt's nonce is there")
-    plan, trouble = documents.read(run.plan)
+    plan, trouble = json_files.read(run.plan)
     if not plan:
         raise EnvironmentNotFit(trouble or f"{run.plan} is missing", fix="submit the run again")
     return Place(

@@ -24,7 +24,7 @@ from clustertrain.plan.given import ASSUMED_CPU_GIB
 from clustertrain.plan.layout import Batch
 from clustertrain.plan.memory import GIB
 from clustertrain.plan.trials import Measured, Search, Trial
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0

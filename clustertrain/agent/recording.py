@@ -10,10 +10,10 @@ from pathlib import Path
 from clustertrain import clock, proc
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError
-from clustertrain.run import documents
+from clustertrain.run import json_files
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry.alerts.watch import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
@@ -60,7 +60,7 @@ class Recording:
         self._sampler: Sampler | None = None
         if not spec.enabled:
             return
-        job_id = str(documents.peek(attempt.record).get("job_id") or "")
+        job_id = str(json_files.peek(attempt.record).get("job_id") or "")
         first_of_several = attempt.telemetry if ranks[0] == 0 and several_nodes else None
         self._watch = Watch(
             spec.alerts,

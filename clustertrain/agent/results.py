@@ -11,8 +11,8 @@ from typing import Any
 
 from clustertrain import fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
-from clustertrain.run import hangs
-from clustertrain.run.beat import Beat, phase_name
+from clustertrain.run import hang_analysis
+from clustertrain.run.heartbeat import Beat, phase_name
 
 # Which kind of failure explains the others: a rank that raised or crashed makes its peers' collectives fail.
 _EXPLAINS = (
@@ -121,7 +121,7 @@ def _rank_failure(node: str, full: Sequence[Mapping[str, Any]]) -> tuple[str, st
     kinds = {str(r.get("kind") or "unknown") for r in failed}
     kind = next((k for k in (*_EXPLAINS, "killed") if k in kinds), "unknown")
     if kind == "hang":
-        return kind, hangs.words({node: full})
+        return kind, hang_analysis.words({node: full})
     culprit = next((r for r in failed if (r.get("kind") or "unknown") == kind), failed[0])
     error = culprit.get("error")
     said = f"{error['type']}: {error['message']}" if error else "it was killed before it could say why"

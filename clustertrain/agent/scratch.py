@@ -17,7 +17,7 @@ from clustertrain.launch.network import interface_towards
 from clustertrain.launch.request import Prepared
 from clustertrain.launch.submit import spec_text
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 HERE = "127.0.0.1"
 

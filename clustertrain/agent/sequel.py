@@ -13,7 +13,7 @@ from clustertrain.launch.backend import RUNNING, Backend, JobView, Submission
 from clustertrain.launch.requeue import Decision, Verdict
 from clustertrain.run import attempts, endings
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.2
 GONE_S = 60.0  # for Slurm to end this process after a requeue

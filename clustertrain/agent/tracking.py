@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from clustertrain import clock, proc
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.run_spec import load_spec
 
 STOP_S = 15.0  # the last rows go over the network; with compaction below batch's AFTER_RESULTS_S
 HURRIED_STOP_S = 2.0  # where the job is being ended; what is left waits in the rows

@@ -13,7 +13,7 @@ import msgspec
 
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import EXIT_NO_REQUEUE, CheckpointError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 class TakenOver(CheckpointError):

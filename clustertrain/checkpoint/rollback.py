@@ -22,7 +22,7 @@ from clustertrain.checkpoint.fence import Fence
 from clustertrain.checkpoint.source import F, Folder, RemoteFolder
 from clustertrain.checkpoint.storage import patiently
 from clustertrain.errors import CheckpointError, Diverged
-from clustertrain.run.folder import ROLLED_BACK
+from clustertrain.run.run_dir import ROLLED_BACK
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from clustertrain.errors import Ambiguous, NotFound
 from clustertrain.printable import printable, printable_json
 
 if TYPE_CHECKING:
-    from clustertrain.run.folder import RunDir
+    from clustertrain.run.run_dir import RunDir
 
 run_argument = click.argument("name", metavar="[RUN]", default="latest")
 # For what cannot be taken back there is no default.
@@ -26,10 +26,10 @@ def find_run(name: str) -> RunDir:
     """RUN as a folder: among my own runs, else, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous, NotReadable: as :func:`clustertrain.run.resolve.resolve`.
+        NotFound, Ambiguous, NotReadable: as :func:`clustertrain.run.lookup.resolve`.
     """
-    from clustertrain.run.folder import readable
-    from clustertrain.run.resolve import only, resolve
+    from clustertrain.run.lookup import only, resolve
+    from clustertrain.run.run_dir import readable
 
     with readable():
         try:
@@ -42,8 +42,8 @@ def find_run(name: str) -> RunDir:
 
 def find_runs(names: Sequence[str]) -> list[RunDir]:
     """RUN… as folders, each once; a sweep and a job array stand for all their runs. Raises as :func:`find_run`."""
-    from clustertrain.run.folder import readable
-    from clustertrain.run.resolve import resolve_all
+    from clustertrain.run.lookup import resolve_all
+    from clustertrain.run.run_dir import readable
 
     found: dict[Path, RunDir] = {}
     for name in names:
@@ -60,8 +60,8 @@ def find_runs(names: Sequence[str]) -> list[RunDir]:
 
 def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
     """The runs of any user's job; several where it is an array. Raises ``otherwise`` where Slurm knows no such job."""
-    from clustertrain.run.folder import open_run
-    from clustertrain.run.resolve import sweep_runs
+    from clustertrain.run.lookup import sweep_runs
+    from clustertrain.run.run_dir import open_run
 
     if not re.fullmatch(r"\d+(_\d+)?", name):
         raise otherwise

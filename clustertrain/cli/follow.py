@@ -10,7 +10,7 @@ import click
 from clustertrain import clock
 from clustertrain.report.event_words import in_words
 from clustertrain.run import events, metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.25
 ASK_S = 2.0

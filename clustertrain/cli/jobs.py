@@ -21,7 +21,7 @@ from clustertrain.cli.common import (
     run_argument,
 )
 from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
-from clustertrain.run.folder import RunDir, readable
+from clustertrain.run.run_dir import RunDir, readable
 
 if TYPE_CHECKING:
     from clustertrain.launch.backend import Backend
@@ -68,8 +68,8 @@ def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) ->
 
 def _of_recipe(recipe: str | None, same_as: str | None) -> list[RunDir]:
     """All runs, or those of one recipe."""
-    from clustertrain.run.identity import recipe_hash
-    from clustertrain.run.resolve import all_runs
+    from clustertrain.run.lookup import all_runs
+    from clustertrain.run.recipe_hash import recipe_hash
 
     if recipe is not None and same_as is not None:
         raise UsageError("--recipe and --same-as: choose one")
@@ -119,7 +119,7 @@ def status_json(seen: Any) -> dict[str, Any]:
     """The keys that scripts lean on (docs: design of the public interface), and a few more."""
     import msgspec
 
-    from clustertrain.run.identity import recipe_hash
+    from clustertrain.run.recipe_hash import recipe_hash
 
     view = seen.view
     return {
@@ -271,7 +271,7 @@ def _alive(backend: Backend, job_ids: Sequence[str]) -> list[str]:
 def _refuse_spent(run: RunDir) -> None:
     """Raises ClusterTrainError for a run that would stop again at once."""
     from clustertrain.run import budget
-    from clustertrain.run.spec import load_spec
+    from clustertrain.run.run_spec import load_spec
 
     contract = load_spec(run).recipe.contract
     if not contract.has_budget or contract.when_spent != "stop":
@@ -285,7 +285,7 @@ def _refuse_used_up(run: RunDir) -> None:
     """Raises ClusterTrainError for a running run that would stop for good instead of starting again."""
     from clustertrain.launch.requeue import budget_spent
     from clustertrain.run import attempts, endings
-    from clustertrain.run.spec import load_spec
+    from clustertrain.run.run_spec import load_spec
 
     why = budget_spent(endings.PREEMPTED, attempts.charged(run), load_spec(run).job.max_requeues)
     if why:

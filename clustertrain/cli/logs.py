@@ -14,7 +14,7 @@ from clustertrain.cli.common import find_run, run_argument
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.printable import printable
 from clustertrain.printable import raw as unescaped
-from clustertrain.run.folder import RunDir, readable
+from clustertrain.run.run_dir import RunDir, readable
 
 POLL_S = 0.3
 ASK_S = 3.0

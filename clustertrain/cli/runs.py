@@ -11,7 +11,7 @@ from clustertrain.cli.common import find_run, find_runs, json_option, named_run_
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.run.folder import RunDir
+    from clustertrain.run.run_dir import RunDir
 
 
 @click.group()
@@ -34,7 +34,7 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
     """
     from clustertrain.report.html import check
     from clustertrain.report.runs import comparison
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
 
     if html is not None:
         check(Path(html))
@@ -67,7 +67,7 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
 
     from clustertrain.config.tracking import Tracker
     from clustertrain.launch.look import look
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
     from clustertrain.tracking import facts
 
     for tracker in to:

@@ -64,7 +64,7 @@ def show(name: str, watch: bool, as_json: bool) -> int:
     """
     from clustertrain.report.runs.sweep import Reader, render
     from clustertrain.report.terminal import emit, glyphs, make_console
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
 
     if watch and as_json:
         raise UsageError("--watch and --json: choose one")
@@ -86,10 +86,10 @@ def _find(name: str) -> Path:
     """Among my own sweeps, else, for a job id, through the job's working directory in Slurm.
 
     Raises:
-        NotFound, Ambiguous, UsageError: as :func:`clustertrain.run.resolve.resolve_sweep`.
+        NotFound, Ambiguous, UsageError: as :func:`clustertrain.run.lookup.resolve_sweep`.
     """
     from clustertrain.launch.slurm import work_dir
-    from clustertrain.run.resolve import resolve_sweep, sweep_runs
+    from clustertrain.run.lookup import resolve_sweep, sweep_runs
 
     try:
         return resolve_sweep(name)

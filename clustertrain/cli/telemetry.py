@@ -11,9 +11,9 @@ from clustertrain.cli.common import find_run, json_option, print_json, run_argum
 from clustertrain.errors import ClusterTrainError, UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.run.contract import Standing
-    from clustertrain.run.folder import RunDir
+    from clustertrain.run.contract_status import Standing
     from clustertrain.run.goodput import Goodput
+    from clustertrain.run.run_dir import RunDir
 
 
 def seconds(text: str) -> float:
@@ -93,7 +93,7 @@ def telemetry(
         raise UsageError("--json and --csv - both go to standard output", fix="name a file for one of them")
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.cli import telemetry_files as files
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
     from clustertrain.telemetry.analysis.query import Request, summarize
 
     run = find_run(name)
@@ -137,7 +137,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
     A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
     """
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
     from clustertrain.telemetry.analysis import comparison
 
     with readable():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from clustertrain.run.folder import RunDir
+    from clustertrain.run.run_dir import RunDir
     from clustertrain.telemetry.analysis.query import Request
     from clustertrain.telemetry.summary import Summary
 

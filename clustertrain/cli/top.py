@@ -45,7 +45,7 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.report.live import Live
-    from clustertrain.run.folder import readable
+    from clustertrain.run.run_dir import readable
 
     live, code = Live(run), 0
     try:

@@ -14,8 +14,8 @@ import sys
 from clustertrain import clock
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.train import loop
 from clustertrain.train.context import read_plan
 from clustertrain.train.loop import Trainer, trainer

@@ -20,8 +20,8 @@ from clustertrain.diagnose.names import CHECKS, Finding
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell, Teller
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.train import context, models, result
 
 _MODULES = {name: f"clustertrain.diagnose.{name.replace('-', '_')}" for name in CHECKS}

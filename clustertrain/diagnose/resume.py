@@ -21,8 +21,8 @@ from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.submit import spec_text
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 EVERY = 3  # steps between checkpoints
 TIMEOUT_S = 900.0  # of one process

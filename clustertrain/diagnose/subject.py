@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from clustertrain.config.data import AugmentSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train import loop, order, step
 from clustertrain.train.dropout import Dropout
 from clustertrain.train.loop import Trainer

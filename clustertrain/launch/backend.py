@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 # Scheduler words, in Slurm's spelling, that the rest of the code asks about.
 PENDING = "PENDING"

@@ -19,8 +19,8 @@ import psutil
 from clustertrain import clock, fsio, reading
 from clustertrain.errors import ClusterTrainError
 from clustertrain.launch.backend import Backend, Submission
-from clustertrain.run import documents, events
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run import events, json_files
+from clustertrain.run.run_dir import AttemptDir, RunDir
 
 ANSWER_S = 30.0  # for a running attempt, which looks once a second
 SUBMITTING_S = 600.0  # after which a command on another machine counts as dead where it has submitted nothing
@@ -85,7 +85,7 @@ class Continuation:
             self._refuse(self._folder / f"{newest}.json")
 
     def _refuse(self, path: Path, *, submitted_too: bool = False) -> None:
-        other = _written(path) if submitted_too else documents.read(path, _KINDS).value
+        other = _written(path) if submitted_too else json_files.read(path, _KINDS).value
         job_id, by = other.get("job_id"), other.get("by", "somebody")
         if job_id and submitted_too:
             raise ClusterTrainError(f"{self._run.id} was continued just now, by {by}, as job {job_id}")
@@ -142,7 +142,7 @@ def _written(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def read() -> bool:
-        found.update(documents.read(path, _KINDS).value)
+        found.update(json_files.read(path, _KINDS).value)
         return bool(found)
 
     clock.wait_until(read, WRITING_S, 0.1)

@@ -20,7 +20,7 @@ from clustertrain import clock, fsio, proc, reading, schema, settings
 from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_spec import load_spec
 
 PREFIX = "local-"
 START_TIMEOUT_S = 30.0

@@ -15,7 +15,7 @@ from types import FrameType
 
 from clustertrain import clock, proc, settings
 from clustertrain.launch.local import node_names
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.1
 

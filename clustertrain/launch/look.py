@@ -11,13 +11,13 @@ from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.launch.backend import Backend, JobStart, JobView
 from clustertrain.launch.choose import of_run
-from clustertrain.run import attempts, contract, endings, events, metrics, state
+from clustertrain.run import attempts, contract_status, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract import Standing
-from clustertrain.run.folder import RunDir, readable
+from clustertrain.run.contract_status import Standing
 from clustertrain.run.goodput import Goodput, ledger
-from clustertrain.run.identity import recipe_hash
-from clustertrain.run.spec import load_spec
+from clustertrain.run.recipe_hash import recipe_hash
+from clustertrain.run.run_dir import RunDir, readable
+from clustertrain.run.run_spec import load_spec
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def look(run: RunDir, answers: Answers | None = None) -> Look:
             run, history, clock.now(), now_state in state.FINAL, waiting=now_state in (state.PENDING, state.REQUEUED)
         ),
         skipped_steps=skipped if isinstance(skipped := (row or {}).get("sum_skipped"), int) else 0,
-        contract=contract.standing(run, history, clock.now() if running else None),
+        contract=contract_status.standing(run, history, clock.now() if running else None),
     )
 
 

@@ -17,7 +17,7 @@ from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import ConfigError
 from clustertrain.launch import templates
 from clustertrain.plan.planner import Plan
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 # Ours: another value would contradict the plan or the way batch and agents work.
 _OWN_KEYS = {

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
 from clustertrain.launch.backend import RUNNING, JobView
-from clustertrain.run import endings, hangs
+from clustertrain.run import endings, hang_analysis
 from clustertrain.run.attempts import Attempt
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
@@ -165,7 +165,7 @@ def _failed(e: Evidence, missing: tuple[str, ...]) -> Verdict:
     # Before what nothing explains: a rank that hung is killed in the end, and so has left no word.
     hung = next((r for r in failed if r.get("kind") == "hang"), None)
     if hung is not None:
-        return Verdict(endings.HANG, hangs.words({n: r.get("ranks") or () for n, r in e.results.items()}))
+        return Verdict(endings.HANG, hang_analysis.words({n: r.get("ranks") or () for n, r in e.results.items()}))
     # These explain the broken collectives of the other ranks, but not themselves.
     unexplained = next((r for r in failed if r.get("kind") in UNEXPLAINED), None)
     if unexplained is not None:

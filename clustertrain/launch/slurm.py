@@ -15,7 +15,7 @@ from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch import accounting
 from clustertrain.launch.backend import ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.launch.refusals import is_refusal
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 # Variables that change what the commands print or do.

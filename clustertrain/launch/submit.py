@@ -36,10 +36,10 @@ from clustertrain.launch.request import Prepared, SubmitRequest, has_gpu, prepar
 from clustertrain.launch.snapshot import Snapshot
 from clustertrain.plan.layout import counted
 from clustertrain.plan.planner import Plan, require_fit
-from clustertrain.run import contract, folder
+from clustertrain.run import contract_status, run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
-from clustertrain.run.identity import hash_of
+from clustertrain.run.recipe_hash import hash_of
+from clustertrain.run.run_dir import RunDir
 
 SHOWN = 5  # secrets that a note names
 
@@ -71,7 +71,7 @@ def submit(request: SubmitRequest) -> Submitted:
     """
     prepared = prepare(request)
     notes = [*prepared.plan.warnings, *check(prepared), *advice(prepared)]
-    run = folder.create(prepared.spec.job.name, share=prepared.spec.job.share)
+    run = run_dir.create(prepared.spec.job.name, share=prepared.spec.job.share)
     try:
         with fsio.as_open_as(run.path):
             taken = take_code(request, prepared, run.code)
@@ -115,7 +115,7 @@ def advice(prepared: Prepared) -> list[str]:
 
 
 def script_without_a_run(prepared: Prepared) -> str:
-    run = RunDir(folder.runs_folder() / f"{folder.slug(prepared.spec.job.name)}-xxxxxx")
+    run = RunDir(run_dir.runs_folder() / f"{run_dir.slug(prepared.spec.job.name)}-xxxxxx")
     paths: list[Path] = []
     if prepared.code is not None:
         root, package = code.place(prepared.code)
@@ -269,7 +269,7 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     fsio.write_text(run.plan, plan + "\n", mode=mode)
     fsio.write_text(run.script, script, mode=mode | 0o100)
     fsio.write_text(run.agent_end, templates.text("agent_end.sh"), mode=mode | 0o100)
-    made_from = {**made_from, "contract": contract.recorded(spec.recipe), "recipe_hash": hash_of(spec)}
+    made_from = {**made_from, "contract": contract_status.recorded(spec.recipe), "recipe_hash": hash_of(spec)}
     fsio.write_json(run.record, made_from)
     _make_checkpoints(run, spec)
 
@@ -279,7 +279,7 @@ def script_input(
 ) -> render.ScriptInput:
     """Without ``run`` for what does not depend on it: the directives but for the job's name."""
     return render.ScriptInput(
-        run=run or RunDir(folder.runs_folder() / "unnamed"),
+        run=run or RunDir(run_dir.runs_folder() / "unnamed"),
         spec=spec or prepared.spec,
         profile=prepared.profile,
         plan=prepared.plan,

@@ -18,7 +18,7 @@ from clustertrain.errors import CommandFailed
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
 from clustertrain.launch.local import JobFolder, LocalBackend, LocalJob, folder_of
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.1
 TURN_S = 0.5

@@ -24,8 +24,8 @@ from clustertrain.launch.backend import ArraySubmission
 from clustertrain.launch.choose import Purpose
 from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare
 from clustertrain.launch.submit import DryRun, Submitted
-from clustertrain.run import folder
-from clustertrain.run.folder import RunDir
+from clustertrain.run import run_dir
+from clustertrain.run.run_dir import RunDir
 
 OPTION, LOG = "--sweep", "log:"
 MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
@@ -143,7 +143,7 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
     tasks, notes = _prepare(request, given, option)
     first = tasks[0].prepared
     job = first.spec.job
-    sweep = folder.create_sweep(job.name, share=job.share)
+    sweep = run_dir.create_sweep(job.name, share=job.share)
     made: list[tuple[RunDir, Task]] = []
     try:
         # One snapshot, to which every run has a link: the same code for all, however many they are.
@@ -151,7 +151,7 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
             taken = submit.take_code(request, first, sweep / "code")
         made_from = submit.collect(request, taken)
         for n, task in enumerate(tasks):
-            run = folder.create(task.prepared.spec.job.name, share=job.share)
+            run = run_dir.create(task.prepared.spec.job.name, share=job.share)
             made.append((run, task))
             if taken is not None:
                 run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
@@ -181,7 +181,7 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
 def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None, option: str = OPTION) -> DrySweep:
     """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
     tasks, notes = _prepare(request, given, option, "dry-run")
-    name = f"{folder.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
+    name = f"{run_dir.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
     runs = [(DryRun(t.prepared.plan, submit.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
     return DrySweep(_array_script(tasks, name, at_once), tuple(runs), tuple(notes))
 

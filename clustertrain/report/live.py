@@ -21,10 +21,11 @@ from clustertrain.errors import ClusterTrainError, NotReadable
 from clustertrain.launch.look import Look, look
 from clustertrain.report import pace
 from clustertrain.report.event_words import in_words
-from clustertrain.run import beat, documents, events, rows
+from clustertrain.run import events, heartbeat, json_files
+from clustertrain.run import metrics_file as rows
 from clustertrain.run.events import Event
-from clustertrain.run.folder import AttemptDir, RunDir, readable
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import AttemptDir, RunDir, readable
+from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry.fields import column
 from clustertrain.telemetry.segments.newest import Newest, NodeNow
 from clustertrain.telemetry.segments.store import GpuFacts
@@ -235,7 +236,7 @@ class _Attempt:
         steps = [r.step for r in self._table if r.step is not None]
         recent = pace.recent(self._rows)
         step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
-        deadline = documents.peek(self.dir.deadline).get("end_time") if running else None
+        deadline = json_files.peek(self.dir.deadline).get("end_time") if running else None
         return msgspec.structs.replace(
             frame,
             attempt=self.dir.n,
@@ -243,7 +244,7 @@ class _Attempt:
             nodes=[_node(n, now, running) for n in self._nodes] + [_silent(n, frame) for n in expected],
             rows=self._table,
             events=_told(log),
-            allocation_ends=deadline if documents.is_number(deadline) else None,
+            allocation_ends=deadline if json_files.is_number(deadline) else None,
             **pace.of(recent, log, step, frame.total_steps, now if running else None),
         )
 
@@ -280,7 +281,7 @@ class _Attempt:
         mark = (path, *_mark(path))
         if mark != self._rows_mark:
             self._rows_mark = mark
-            self._rows = [r for r in rows.last(path, METRICS_BYTES) if documents.is_number(r.get("t"))]
+            self._rows = [r for r in rows.last(path, METRICS_BYTES) if json_files.is_number(r.get("t"))]
 
     def _read_events(self) -> list[Event]:
         """The ends of all writers' files, by time."""
@@ -311,10 +312,10 @@ class _Attempt:
             return {}
         phase, step = _value(values, f"rank{rank}", "phase"), _value(values, f"rank{rank}", "step")
         step_s, share = self._rates.get(rank, (None, None))
-        known = phase is not None and 0 <= phase < len(beat.PHASES)
+        known = phase is not None and 0 <= phase < len(heartbeat.PHASES)
         return {
             "rank": rank,
-            "phase": beat.PHASES[int(phase)] if known and phase is not None else None,
+            "phase": heartbeat.PHASES[int(phase)] if known and phase is not None else None,
             "step": None if step is None else int(step),
             "step_s": step_s,
             "data_wait_share": share,
@@ -322,7 +323,7 @@ class _Attempt:
 
 
 def _nodes_of(attempt: AttemptDir) -> list[str]:
-    nodes = documents.peek(attempt.record).get("nodes")
+    nodes = json_files.peek(attempt.record).get("nodes")
     return [node for node in nodes if isinstance(node, str)] if isinstance(nodes, list) else []
 
 

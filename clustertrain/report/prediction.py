@@ -7,8 +7,8 @@ import msgspec
 from clustertrain import schema
 from clustertrain.plan.memory import Memory
 from clustertrain.plan.planner import Time
-from clustertrain.run import documents, measured
-from clustertrain.run.folder import RunDir
+from clustertrain.run import json_files, measured_speed
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis import peak
 
 
@@ -53,11 +53,11 @@ def of_run(run: RunDir) -> Prediction:
     """Of all attempts on as many ranks as were planned; what is still going counts as far as it is. Without a plan that
     reads there is nothing to compare with."""
     try:
-        planned = schema.convert(documents.read(run.plan).value, _Planned)
+        planned = schema.convert(json_files.read(run.plan).value, _Planned)
     except msgspec.ValidationError:  # missing, damaged, or of another version
         return Prediction()
-    alike, others = measured.by_world_size(run, planned.world_size)
-    speed = measured.speed(run, alike)
+    alike, others = measured_speed.by_world_size(run, planned.world_size)
+    speed = measured_speed.speed(run, alike)
     a_gpu = speed.tokens_per_s / planned.world_size if speed.tokens_per_s is not None else None
     memory = planned.memory
     in_allocator = memory.peak_gib - (memory.overhead_gib or 0.0) if memory.peak_gib is not None else None
@@ -66,7 +66,7 @@ def of_run(run: RunDir) -> Prediction:
         step_s=Pair(planned.time.step_s, speed.step_s),
         tokens_per_s_per_gpu=Pair(planned.time.tokens_per_s_per_gpu, a_gpu),
         peak_gib=Pair(memory.peak_gib, peak.memory_used_gib(alike)) if on_gpu else Pair(),
-        allocated_gib=Pair(in_allocator, measured.peak_allocated_gib(run, alike)) if on_gpu else Pair(),
+        allocated_gib=Pair(in_allocator, measured_speed.peak_allocated_gib(run, alike)) if on_gpu else Pair(),
         steps=speed.steps,
         attempts=tuple(a.n for a in alike),
         other_attempts=tuple(a.n for a in others),

@@ -18,14 +18,14 @@ from clustertrain.plan.layout import Layout, counted
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
-from clustertrain.run import attempts, documents
+from clustertrain.run import attempts, json_files
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract import Slice, Standing
+from clustertrain.run.contract_status import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
     from clustertrain.launch.look import Look
-    from clustertrain.run.folder import RunDir
+    from clustertrain.run.run_dir import RunDir
 
 # Colours of the terminal's own palette, which its owner has made readable on dark and on light.
 STYLE = {
@@ -133,7 +133,7 @@ def _slice(name: str, found: Slice) -> str:
 
 def _layout_of(run: RunDir) -> str:
     try:
-        return schema.convert(documents.read(run.plan).value.get("layout"), Layout).words()
+        return schema.convert(json_files.read(run.plan).value.get("layout"), Layout).words()
     except msgspec.ValidationError:  # of another version
         return "-"
 

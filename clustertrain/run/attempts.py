@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run import documents, events, metrics, names
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run import events, json_files, metrics, safe_names
+from clustertrain.run.run_dir import AttemptDir, RunDir
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +53,8 @@ def _known(*values: Any) -> Any:
 
 def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
     log = events.of_attempt(attempt)
-    record, trouble = documents.read(attempt.record, _RECORD)
-    if (odd := names.clean(record)) and trouble is None:
+    record, trouble = json_files.read(attempt.record, _RECORD)
+    if (odd := safe_names.clean(record)) and trouble is None:
         trouble = f"{attempt.record}: not what it should be: {', '.join(odd)}"
     started, ended = events.last(log, "started"), events.last(log, "ended")
     first = next(events.named(log, "first_step"), None)
@@ -93,7 +93,7 @@ def read_one(run: RunDir, attempt: AttemptDir) -> Attempt:
 def troubles(run: RunDir, history: Sequence[Attempt]) -> list[str]:
     """What of the attempts' records and of the plan does not read, with paths within the run's folder."""
     try:
-        plan = documents.read(run.plan).trouble
+        plan = json_files.read(run.plan).trouble
     except PermissionError:
         plan = f"{run.plan}: you may not read it"
     found = [words for words in (*(a.trouble for a in history), plan) if words is not None]

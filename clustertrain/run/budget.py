@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from clustertrain.config.contract import ContractSpec
-from clustertrain.run import attempts, documents, events, metrics
+from clustertrain.run import attempts, events, json_files, metrics
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 class Used(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def used(run: RunDir, history: Sequence[Attempt], now: float | None, gpu_hour_co
     """``history``: all attempts to be counted. ``now`` (UTC epoch s) where the last one of them may be running, else
     None."""
     found = Used()
-    planned = documents.read(run.plan, {"world_size": float}).value
+    planned = json_files.read(run.plan, {"world_size": float}).value
     ranks = int(planned.get("world_size") or 1)
     for i, attempt in enumerate(history):
         if attempt.start is None:

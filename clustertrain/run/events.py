@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio
-from clustertrain.run import names
-from clustertrain.run.documents import is_a, is_number
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run import safe_names
+from clustertrain.run.json_files import is_a, is_number
+from clustertrain.run.run_dir import AttemptDir, RunDir
 
 Event = dict[str, Any]
 
@@ -74,7 +74,7 @@ def sound(records: Iterable[Event]) -> list[Event]:
         if not (isinstance(name, str) and is_time(t)):
             continue
         event = {k: v for k, v in record.items() if k not in _KINDS or is_a(v, _KINDS[k])}
-        names.clean(event)
+        safe_names.clean(event)
         if name != "checkpoint" or "step" in event:  # without it nobody could tell which one it was
             found.append(event)
     return found

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from clustertrain.run import endings, events, metrics, rows, state
+from clustertrain.run import endings, events, metrics, metrics_file, state
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import is_script
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import is_script
 
 PARTS = (
     "queue_s",
@@ -179,7 +179,7 @@ class _Told:
         event = next(events.named(self._log, "first_step"), None)
         if event is not None:
             return float(event["t_begin"] if "t_begin" in event else event["t"])
-        row = next(iter(rows.first(self._files[0][0])), {}) if self._files else {}  # a full disk took the event
+        row = next(iter(metrics_file.first(self._files[0][0])), {}) if self._files else {}  # a full disk took the event
         t, step_s = row.get("t"), row.get("step_s", 0.0)
         return t - step_s if isinstance(t, (int, float)) and isinstance(step_s, (int, float)) else None
 
@@ -243,13 +243,13 @@ class _Told:
         return {"productive_s": productive_s, "repeated_s": repeated_s, "startup_s": warm_s, "data_wait_s": wait_s}
 
 
-def _last_of(path: Path) -> rows.Row | None:
+def _last_of(path: Path) -> metrics_file.Row | None:
     """The newest row, where it says when it was."""
     last = metrics.last_row(path)
     return last if last is not None and isinstance(last.get("t"), (int, float)) else None
 
 
-def _sums_of_all(files: Sequence[tuple[Path, rows.Row]], reached: int) -> tuple[float, float, float]:
+def _sums_of_all(files: Sequence[tuple[Path, metrics_file.Row]], reached: int) -> tuple[float, float, float]:
     """The seconds of all steps of an attempt, of those that were done before, and of these in the first file."""
     total = repeated = first_repeated = 0.0
     for i, (path, last) in enumerate(files):
@@ -260,16 +260,16 @@ def _sums_of_all(files: Sequence[tuple[Path, rows.Row]], reached: int) -> tuple[
     return total, repeated, first_repeated
 
 
-def _sums(path: Path, last: rows.Row, reached: int, before: float) -> tuple[float, float]:
+def _sums(path: Path, last: metrics_file.Row, reached: int, before: float) -> tuple[float, float]:
     """The seconds of the steps in one file, and of those that were done before. ``before``: what the running totals of
     the attempt stood at when the file was begun."""
     total = last.get("sum_step_s")
     if isinstance(total, (int, float)):
-        newest = rows.at(path, reached) or {}
+        newest = metrics_file.at(path, reached) or {}
         again = float(newest.get("sum_step_s") or 0.0) - before if newest else 0.0
         total -= before
     else:  # of an older version
-        found = rows.columns(path, ("step", "step_s"))
+        found = metrics_file.columns(path, ("step", "step_s"))
         pairs = [(n, s) for n, s in zip(found["step"], found["step_s"], strict=True) if math.isfinite(s)]
         total = math.fsum(s for _, s in pairs)
         again = math.fsum(s for n, s in pairs if n <= reached)
@@ -277,11 +277,11 @@ def _sums(path: Path, last: rows.Row, reached: int, before: float) -> tuple[floa
     return total, min(max(0.0, again), total)
 
 
-def _since(files: Sequence[tuple[Path, rows.Row]], since: float, reached: int) -> dict[str, float]:
+def _since(files: Sequence[tuple[Path, metrics_file.Row]], since: float, reached: int) -> dict[str, float]:
     """The seconds of an attempt's last steps; of the one that was under way, its share."""
     claims = dict.fromkeys(("productive_s", "repeated_s", "startup_s", "data_wait_s"), 0.0)
     for n, (path, last) in enumerate(files):
-        found = rows.columns(path, ("step", "t", "step_s", "data_wait_s"))
+        found = metrics_file.columns(path, ("step", "t", "step_s", "data_wait_s"))
         for i, (step, t, step_s, wait_s) in enumerate(zip(*found.values(), strict=True)):
             if t > since and step_s > 0:
                 inside_s = min(step_s, t - since)
@@ -297,6 +297,6 @@ def _warm_up_s(path: Path) -> float:
     """By how much an attempt's first step took longer than the next ones: compilation, the choice of kernels, the
     data's first batch."""
     least, most = USUAL_STEPS
-    found = [row.get("step_s") for row in rows.first(path, least=most + 1)[: most + 1]]
+    found = [row.get("step_s") for row in metrics_file.first(path, least=most + 1)[: most + 1]]
     taken = [float(s) for s in found if isinstance(s, (int, float))]
     return max(0.0, taken[0] - statistics.median(taken[1:])) if len(taken) > least else 0.0

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
-from clustertrain.run import rows
-from clustertrain.run.folder import RunDir
+from clustertrain.run import metrics_file
+from clustertrain.run.run_dir import RunDir
 
 CUT_SHORT = {"evaluation": "cut short"}  # in the row of its step
 
@@ -48,7 +48,7 @@ def is_cut_short(row: Mapping[str, Any]) -> bool:
 
 def last_row(path: Path) -> dict[str, Any] | None:
     """The newest row of one attempt's file; reads only the file's end."""
-    found = rows.last(path)
+    found = metrics_file.last(path)
     return found[-1] if found else None
 
 

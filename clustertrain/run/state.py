@@ -7,7 +7,7 @@ from typing import Protocol
 
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 PENDING, RUNNING, REQUEUED = "pending", "running", "requeued"
 COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"

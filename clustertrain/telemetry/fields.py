@@ -83,10 +83,10 @@ HOST = (
     _gauge("job_processes", "processes", 1e7, "processes below the agent", SLOW),
 )
 
-# What a rank says of itself (run/beat.py), and what the kernel says of its process.
+# What a rank says of itself (run/heartbeat.py), and what the kernel says of its process.
 RANK = (
     _counter("step", "steps", "optimizer steps done"),
-    _gauge("phase", "phase", 100.0, "what the rank is in: run/beat.py PHASES"),
+    _gauge("phase", "phase", 100.0, "what the rank is in: run/heartbeat.py PHASES"),
     _counter("tokens", "tokens", "tokens of this rank's steps"),
     _counter("data_wait_s", "s", "time in which the step waited for its data"),
     _counter("forward_s", "s", "time of forward passes, where no collective is part of one"),

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers import allocation
 from clustertrain.telemetry.readers.gpu_events import GpuEvents
@@ -80,7 +80,7 @@ class Sampler:
         self._rank_count = rank_count
         self._beats_in = beats
         self._ranks: list[int] = []
-        self._beats: beat.Reader | None = None
+        self._beats: heartbeat.Reader | None = None
         self._writer = Writer(folder)
         self._nvml = Nvml()
         self._nvml_reason: str | None = None
@@ -188,7 +188,7 @@ class Sampler:
         count = len(found.devices) if self._rank_count is None else self._rank_count
         first = self._first_rank
         self._ranks = [] if first is None else list(range(first, first + count))
-        self._beats = beat.Reader(self._beats_in, self._ranks) if self._beats_in else None
+        self._beats = heartbeat.Reader(self._beats_in, self._ranks) if self._beats_in else None
         self._facts = [self._facts_of(i, d) for i, d in enumerate(found.devices)]
         self.gpus = [msgspec.to_builtins(f) for f in self._facts]
         self._readers = [GpuReader(self._nvml, d) for d in found.devices]
@@ -229,7 +229,7 @@ class Sampler:
         ranks = [self._ranks[number]] if number < len(self._ranks) else []
         return GpuFacts(**msgspec.structs.asdict(device), ranks=ranks)
 
-    def _fast(self, beats: Mapping[int, beat.Beat]) -> None:
+    def _fast(self, beats: Mapping[int, heartbeat.Beat]) -> None:
         at = self._elapsed()
         row = self._gpu_values(fields.FAST)
         for rank in self._ranks:
@@ -239,7 +239,7 @@ class Sampler:
         if self._events is not None:
             self._tell.errors(self._events.poll(), self._facts, at)
 
-    def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, beat.Beat]) -> None:
+    def _slow(self, host: HostReader, processes: JobProcesses, beats: Mapping[int, heartbeat.Beat]) -> None:
         at = self._elapsed()
         row = [*self._gpu_values(fields.SLOW), *host.read()]
         self._reasons(at, "host", host.reasons)

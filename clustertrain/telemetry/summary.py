@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.run.contract import Standing
+from clustertrain.run.contract_status import Standing
 from clustertrain.run.goodput import Goodput
 
 
@@ -41,7 +41,7 @@ class Throttled(msgspec.Struct, frozen=True):
 
 
 class InPhase(msgspec.Struct, frozen=True):
-    """A GPU while its rank was in one phase (``run/beat.py``). ``share`` is of the GPU's samples; the others are means
+    """A GPU while its rank was in one phase (``run/heartbeat.py``). ``share`` is of the GPU's samples; the others are means
     over those of the phase."""
 
     share: float

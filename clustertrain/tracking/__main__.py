@@ -15,7 +15,7 @@ from pathlib import Path
 from clustertrain import clock, fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, ClusterTrainError
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir, open_run
+from clustertrain.run.run_dir import RunDir, open_run
 from clustertrain.tracking import facts
 from clustertrain.tracking.ending import of_attempt
 from clustertrain.tracking.tracker import POLL_S, Handing, make

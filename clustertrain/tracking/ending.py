@@ -5,7 +5,7 @@ from __future__ import annotations
 from clustertrain import fsio
 from clustertrain.run import endings
 from clustertrain.run.attempts import read_all
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 def of_attempt(run: RunDir, attempt: int) -> str | None:

@@ -12,10 +12,10 @@ import msgspec
 from clustertrain import fsio
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.config.unused_keys import in_use
-from clustertrain.run import documents
-from clustertrain.run.folder import RunDir
-from clustertrain.run.identity import recipe_hash
-from clustertrain.run.spec import load_spec
+from clustertrain.run import json_files
+from clustertrain.run.recipe_hash import recipe_hash
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 _LEFT_OUT = ("telemetry", "tracking", "rehearsal")
 
@@ -42,7 +42,7 @@ def of_run(run: RunDir, attempt: int) -> Facts:
         ConfigError, NotReadable: the run's spec does not read.
     """
     spec = load_spec(run)
-    record: Mapping[str, Any] = documents.read(run.record).value
+    record: Mapping[str, Any] = json_files.read(run.record).value
     recipe: dict[str, Any] = msgspec.to_builtins(spec.recipe)
     kept = flat({table: value for table, value in recipe.items() if table not in _LEFT_OUT})
     used = {key: value for key, value in kept.items() if in_use(spec, key)}

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import reading
-from clustertrain.run import metrics, rows
-from clustertrain.run.folder import RunDir
+from clustertrain.run import metrics, metrics_file
+from clustertrain.run.run_dir import RunDir
 
 Row = dict[str, Any]
 CHUNK = 1 << 20
@@ -89,7 +89,7 @@ class Follower:
 
 def _cut(later: list[tuple[int, Path]]) -> int | None:
     """The first step that was run anew later, as far as it is on record."""
-    firsts = [row[0]["step"] for _, path in later if (row := rows.first(path, rows.WINDOW))]
+    firsts = [row[0]["step"] for _, path in later if (row := metrics_file.first(path, metrics_file.WINDOW))]
     return min(firsts, default=None)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clustertrain import clock
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.facts import Facts
 from clustertrain.tracking.follow import Row, scalars
 from clustertrain.tracking.tracker import State, folder

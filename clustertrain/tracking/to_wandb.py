@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from clustertrain import fsio
 from clustertrain.errors import ConfigError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.facts import Facts
 from clustertrain.tracking.follow import Row, scalars
 

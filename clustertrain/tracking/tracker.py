@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clustertrain import fsio
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking.follow import Follower, Row
 
 POLL_S = 2.0

@@ -19,8 +19,8 @@ from clustertrain.config.recipe import Precision
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import ConfigError, EnvironmentNotFit
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.run.folder import AttemptDir, RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.run_spec import load_spec
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from clustertrain import fsio, proc, settings
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ClusterTrainError, ConfigError
-from clustertrain.run.folder import RunDir, open_run
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir, open_run
+from clustertrain.run.run_spec import load_spec
 
 
 def redirect_output(log: Path) -> None:

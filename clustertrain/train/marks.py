@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.run import beat, metrics
+from clustertrain.run import heartbeat, metrics
 
 SUMS = ("sum_step_s", "sum_tokens", "sum_data_wait_s")
 
@@ -18,13 +18,13 @@ class Marks:
 
     def __init__(self, rank_dir: Path | None, rank: int, world_size: int, forward_s: Callable[[], float]) -> None:
         """``forward_s`` is asked at each step's begin."""
-        self._writer = beat.Writer(rank_dir, rank) if rank_dir is not None else None
-        self._beat = self._writer.beat if self._writer is not None else beat.Beat()
+        self._writer = heartbeat.Writer(rank_dir, rank) if rank_dir is not None else None
+        self._beat = self._writer.beat if self._writer is not None else heartbeat.Beat()
         self._world_size = world_size
         self._forward_s = forward_s
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._started = 0.0
-        self.enter(beat.STARTUP)
+        self.enter(heartbeat.STARTUP)
 
     def continue_rows(self, path: Path | None) -> None:
         """``path``: of the attempt's rows, which a session before this one may have begun."""
@@ -53,7 +53,7 @@ class Marks:
         if self._writer is None:
             return
         mine = self._beat
-        mine.step, mine.phase, mine.t, mine.forward_s = step, beat.TRAIN, self._started, self._forward_s()
+        mine.step, mine.phase, mine.t, mine.forward_s = step, heartbeat.TRAIN, self._started, self._forward_s()
         self._writer.write()
 
     def step_ends(
@@ -83,7 +83,7 @@ class Marks:
         return row
 
     def close(self) -> None:
-        self.enter(beat.IDLE)
+        self.enter(heartbeat.IDLE)
         if self._writer is not None:
             self._writer.close()
             self._writer = None

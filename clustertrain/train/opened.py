@@ -16,7 +16,7 @@ from clustertrain import clock
 from clustertrain.checkpoint.fence import TakenOver
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.errors import EXIT_STOPPED
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
 from clustertrain.train import context as environment
 from clustertrain.train import data_parallel, mesh, out_of_memory, result, seeds
@@ -123,7 +123,7 @@ class Opened:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         t_begin = clock.now()
-        self._marks.enter(beat.SHUTDOWN)
+        self._marks.enter(heartbeat.SHUTDOWN)
         for loader in self._loaders:
             loader.close()
         try:

@@ -19,8 +19,8 @@ import torch
 
 from clustertrain import clock, fsio, settings
 from clustertrain.plan.trials import Measured
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.train.context import read_plan
 from clustertrain.train.main import as_rank
 

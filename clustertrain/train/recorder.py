@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from clustertrain.config.recipe import TrainSpec
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader

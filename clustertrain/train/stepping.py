@@ -12,7 +12,7 @@ from clustertrain.checkpoint.manifest import Reason
 from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.checkpoint.trouble import TooLate
 from clustertrain.config.evaluation import PREFIX
-from clustertrain.run import beat, metrics
+from clustertrain.run import heartbeat, metrics
 from clustertrain.train.evaluation import telling
 from clustertrain.train.evaluation.periodic import Evaluations
 from clustertrain.train.opened import Opened
@@ -87,13 +87,13 @@ class Steps:
         self._keeping.open(self._total, every, keep, judge)
 
     def _restore(self) -> None:
-        with self._marks.during(beat.RESTORE):
+        with self._marks.during(heartbeat.RESTORE):
             self._first = self._session.step = self._keeping.restore(self._state, self._session.seed)
         self._again = self._make_up()
 
     def _go_back(self, back: Back, wanted: Wanted) -> None:
         """To the newest checkpoint before what went wrong. Collective."""
-        with self._marks.during(beat.RESTORE):
+        with self._marks.during(heartbeat.RESTORE):
             self._metrics.drain(wait=True)
             self._first = self._keeping.go_back(self._state, self._session.seed, back, wanted)
         self._result.step = self._session.step = self._first
@@ -179,7 +179,7 @@ class Steps:
     def _until_too_late(self) -> Iterator[None]:
         """Around saves. A deadline that comes first meets all ranks, and they leave with what is committed."""
         try:
-            with self._marks.during(beat.CHECKPOINT):
+            with self._marks.during(heartbeat.CHECKPOINT):
                 yield
         except TooLate as e:
             self._keeping.given_up(self._step, e)
@@ -200,7 +200,7 @@ class Steps:
             self._result.why = self._evaluations.over
             self._event("early_stop", step=self._step, why=self._evaluations.over)
         self._session._finished = self._result.finished = True
-        self._marks.enter(beat.SHUTDOWN)
+        self._marks.enter(heartbeat.SHUTDOWN)
 
     def _leave(self) -> NoReturn:
         """The run goes on later, from its newest checkpoint."""

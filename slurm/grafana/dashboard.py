@@ -95,7 +95,7 @@ HEALTH = (
           (Query(f"{_SAMPLES} / ({_SAMPLES} + {_MISSED})", OF_NODE),), full=1.0),
     Panel("Host", "Busy share of all processors", "percentunit", (value("host_cpu_ratio", OF_NODE),), full=1.0),
 )  # fmt: skip
-# run/beat.py PHASES; the test compares.
+# run/heartbeat.py PHASES; the test compares.
 PHASES = ("idle", "startup", "restore", "train", "checkpoint", "evaluation", "shutdown")
 
 

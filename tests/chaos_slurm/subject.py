@@ -18,7 +18,7 @@ from clustertrain import clock, fsio, settings
 from clustertrain.cli.jobs import status_json
 from clustertrain.launch.look import look
 from clustertrain.run import attempts, events
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
 from tests.chaos_slurm import testbed
 from tests.chaos_slurm.patience import wait_until

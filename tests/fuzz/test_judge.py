@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from clustertrain.errors import ClusterTrainError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fuzz import sandbox as sandboxes
 from tests.fuzz.catalog import CLASSES, shares
 from tests.fuzz.inputs import outputs, repositories, requeues, run_files

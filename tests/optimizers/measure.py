@@ -14,7 +14,7 @@ import tomli_w
 
 from clustertrain import fsio
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.optimizers.cells import DATA, GLOBAL_BATCH, LAYOUTS, LIMITS, MODEL, SEQ_LEN, STEPS
 from tests.parity.measure import one_thread
 from tests.ranks.rank_pool import Ranks

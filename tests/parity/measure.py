@@ -14,7 +14,7 @@ import torch
 
 from clustertrain import clock, fsio
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.parity import reference
 from tests.parity.cells import DATA, GLOBAL_BATCH, LIMITS, MODEL, MOST_SKIPPED, OPTIMIZERS, SEQ_LEN, STEPS, Cell
 from tests.ranks.rank_pool import Ranks

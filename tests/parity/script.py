@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import clustertrain as ct
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.train.context import read_plan
 from clustertrain.train.losses import cross_entropy
 from clustertrain.train.model import Decoder

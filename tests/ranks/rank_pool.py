@@ -26,8 +26,8 @@ from clustertrain import fsio
 from clustertrain.checkpoint import offline
 from clustertrain.config.recipe import CheckpointSpec, RehearsalSpec
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # One that is not installed is left out.

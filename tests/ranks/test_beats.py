@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio
-from clustertrain.run import attempts, beat, goodput
-from clustertrain.run.beat import PHASES, Beat, Reader
-from clustertrain.run.folder import RunDir
+from clustertrain.run import attempts, goodput, heartbeat
+from clustertrain.run.heartbeat import PHASES, Beat, Reader
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run
 from tests.runs import Run
@@ -73,7 +73,9 @@ def watch(run: Run, asking: Path) -> dict[int, list[Beat]]:
                 seen[rank].append(one)
         for path in asked:
             path.unlink()  # what asks has not moved since before it was read
-        return len(seen) == 2 and all(beats[-1].step == 8 and beats[-1].phase == beat.IDLE for beats in seen.values())
+        return len(seen) == 2 and all(
+            beats[-1].step == 8 and beats[-1].phase == heartbeat.IDLE for beats in seen.values()
+        )
 
     clock.wait_until(lambda: look() or bool(list(run.path.glob("attempts/1/results/*.json"))), 120, poll_s=0.01)
     return seen
@@ -92,7 +94,9 @@ def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) ->
         seen = watch(run, asking)
         assert sorted(seen) == [0, 1], run.explain()
         for rank, beats in seen.items():
-            lasting = [b.phase for b in beats if b.phase not in (beat.IDLE, beat.RESTORE)]  # others may go unseen
+            lasting = [
+                b.phase for b in beats if b.phase not in (heartbeat.IDLE, heartbeat.RESTORE)
+            ]  # others may go unseen
             phases = [PHASES[code] for code, _ in itertools.groupby(lasting)]
             wanted = ["startup", "train", "evaluation", "train", "checkpoint", "train", "checkpoint", "shutdown"]
             assert phases == wanted, (rank, phases)
@@ -135,7 +139,7 @@ def test_the_beat_of_a_killed_rank_tells_the_step_at_which_it_died(tmp_path: Pat
     assert dead.tokens == 17 * 16 * SEQ_LEN / 2
     # The forward pass of data parallel waits for nobody, so it is timed; as is the wait for the loader.
     assert dead.forward_s > 0 and dead.data_wait_s > 0
-    assert beats[0].phase == beat.IDLE  # it has left in order
+    assert beats[0].phase == heartbeat.IDLE  # it has left in order
 
 
 @pytest.mark.parametrize(("strategy", "alone"), [("ddp", True), ("fsdp", False)])

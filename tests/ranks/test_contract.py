@@ -17,9 +17,9 @@ from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.config.parsing import read_toml
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, contract, metrics
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run import attempts, contract_status, metrics
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +63,7 @@ def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 
     for name, table in tables.items():
         spec["recipe"].setdefault(name, {}).update(table)
     run.spec.write_text(tomli_w.dumps(spec))
-    fsio.write_json(run.record, {"git": None, "contract": contract.recorded(load_spec(run).recipe)})
+    fsio.write_json(run.record, {"git": None, "contract": contract_status.recorded(load_spec(run).recipe)})
     return run
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_
     assert [r["best"] for r in offline.list_checkpoints(run.checkpoints)] == [True, False]
     (warning,) = ranks.events("training_warning")
     assert (warning["code"], warning["step"], warning["value"]) == ("validation_rising", 4, 2)
-    found = contract.standing(run, attempts.read_all(run), None)
+    found = contract_status.standing(run, attempts.read_all(run), None)
     assert found is not None and (found.best, found.best_step, found.value, found.step) == (3.0, 2, 4.6, 5)
     assert [r["validation_loss"] for r in metrics.read(run)] == list(FOUND[:5])
 
@@ -112,7 +112,7 @@ def test_what_was_best_is_known_after_a_resume(tmp_path: Path) -> None:
     assert stopped.results()[0]["ending"] == "stopped"
     Ranks(run, 2, attempt=2, setup=losses, args=FOUND).expect(0)
     assert kept(run) == {2: 3.0, 8: 4.9}
-    found = contract.standing(run, attempts.read_all(run), None)
+    found = contract_status.standing(run, attempts.read_all(run), None)
     assert found is not None and (found.best, found.best_step, found.step) == (3.0, 2, 8)
     peak = load_spec(run).recipe.optim.lr
     rates = [r["lr"] / peak for r in metrics.read(run)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.tokenize import of_bytes, write
 from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 

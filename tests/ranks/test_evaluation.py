@@ -16,7 +16,7 @@ from clustertrain import fsio
 from clustertrain.config.parsing import read_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import SEQ_LEN, Ranks, digest, make_run, write_plan
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks

@@ -21,8 +21,8 @@ from clustertrain import clock, fsio, settings
 from clustertrain.checkpoint import offline
 from clustertrain.checkpoint.interval import failures_of
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import ledger
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.chaos.rounds import processes
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at

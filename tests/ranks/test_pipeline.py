@@ -15,7 +15,7 @@ from clustertrain import fsio
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
 
 pytestmark = pytest.mark.ranks

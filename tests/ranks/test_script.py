@@ -15,7 +15,7 @@ from clustertrain import clock, fsio, proc
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run
 
 pytestmark = pytest.mark.ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import events, metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.runs import Run
 from tests.unit.tracking import reading_back

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = pytest.mark.ranks

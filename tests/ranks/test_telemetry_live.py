@@ -14,7 +14,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.run import events
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.nvml_stub.build import Stub
 from tests.nvml_stub.fixture import nvml_library, nvml_stub

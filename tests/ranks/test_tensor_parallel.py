@@ -16,7 +16,7 @@ import tomli_w
 from clustertrain.checkpoint import manifest as index
 from clustertrain.checkpoint import offline
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
 from tests.ranks.test_resume import save_what_was_restored
 

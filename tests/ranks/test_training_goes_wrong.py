@@ -14,7 +14,7 @@ from clustertrain.checkpoint import offline, rollback
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, goodput, metrics
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.ranks import faulty_data
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
 

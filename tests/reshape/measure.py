@@ -21,7 +21,7 @@ from clustertrain import clock, fsio
 from clustertrain.checkpoint import compare, offline
 from clustertrain.checkpoint import manifest as index
 from clustertrain.plan.layout import Layout
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.parity.measure import one_thread
 from tests.ranks.rank_pool import CONTEXT, write_plan
 from tests.reshape.cells import (

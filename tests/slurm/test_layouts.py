@@ -11,7 +11,7 @@ import pytest
 
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import Ranks, write_plan
 from tests.runs import Run

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests import runs
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run

@@ -17,7 +17,7 @@ import pytest
 from clustertrain import clock
 from clustertrain.launch.backend import PENDING, RUNNING, JobView, Submission
 from clustertrain.launch.slurm import SlurmBackend, work_dir
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 pytestmark = pytest.mark.slurm
 TIMEOUT_S = 120.0

@@ -105,7 +105,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["status"], "clustertrain.report.status"),
         (["status", "--json"], "clustertrain.launch.look"),
         (["list"], "clustertrain.report.status"),
-        (["list", "--same-as", "latest"], "clustertrain.run.identity"),
+        (["list", "--same-as", "latest"], "clustertrain.run.recipe_hash"),
         (["telemetry"], "clustertrain.telemetry.analysis.query"),
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),

@@ -16,8 +16,8 @@ from clustertrain import schema
 FIRST_USE = """
 import sys, threading
 from pathlib import Path
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 sys.setswitchinterval(1e-5)
 run, found, start = RunDir(Path(sys.argv[1])), [], threading.Barrier(4)
 def load():

@@ -17,9 +17,9 @@ from clustertrain.checkpoint.storage import StorageError
 from clustertrain.cli.jobs import list_
 from clustertrain.cli.main import main
 from clustertrain.launch import look
-from clustertrain.run import folder
+from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 from tests.unit.report import live_runs
 
@@ -27,7 +27,7 @@ from tests.unit.report import live_runs
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = folder.create("gone")
+    made = run_dir.create("gone")
     monkeypatch.setenv(settings.RUN_DIR, str(made.path))
     return made
 

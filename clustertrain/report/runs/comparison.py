@@ -14,11 +14,11 @@ from clustertrain.config.parsing import nearest
 from clustertrain.errors import ClusterTrainError, UsageError
 from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.plan.layout import counted
-from clustertrain.run import curves, documents
-from clustertrain.run.curves import Axis, Curve
-from clustertrain.run.folder import RunDir
-from clustertrain.run.identity import recipe_hash
-from clustertrain.run.spec import load_spec
+from clustertrain.run import json_files, metric_curves
+from clustertrain.run.metric_curves import Axis, Curve
+from clustertrain.run.recipe_hash import recipe_hash
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.run.state import RUNNING
 from clustertrain.telemetry.analysis.settings import settings_of
 
@@ -116,7 +116,7 @@ def of_runs(runs: Sequence[RunDir], metrics: Sequence[str] = (), by: Axis = "ste
 
 
 def _refuse_unknown(runs: Sequence[RunDir], metrics: Sequence[str]) -> None:
-    known = list(dict.fromkeys(name for run in runs for name in curves.names(run)))
+    known = list(dict.fromkeys(name for run in runs for name in metric_curves.names(run)))
     for name in metrics:
         if name not in known:
             raise UsageError(f"--metric {name}: no run has logged it", fix=nearest(name, known) if known else None)
@@ -133,13 +133,13 @@ def _higher(metric: str, of_recipes: Sequence[tuple[str, bool]]) -> bool:
 def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: str, higher: bool, by: Axis) -> Side:
     run, state = seen.run, "unknown" if isinstance(seen, Unreadable) else seen.state
     recipe = load_spec(run).recipe
-    found = curves.read(run, list(dict.fromkeys([*shown, "step_s"])))
+    found = metric_curves.read(run, list(dict.fromkeys([*shown, "step_s"])))
     drawn = {name: found.curve(name, by) for name in shown}
     judged = found.curve(metric)
     best = judged.best(higher=higher)
     paces = sorted(found.curve("step_s").y)
     tokens = [t for t in found.tokens if math.isfinite(t)]
-    world_size = documents.read(run.plan, {"world_size": float}).value.get("world_size", 0)
+    world_size = json_files.read(run.plan, {"world_size": float}).value.get("world_size", 0)
     return Side(
         letter=letter,
         run=run.id,
@@ -149,7 +149,7 @@ def _side(letter: str, seen: Look | Unreadable, shown: Sequence[str], metric: st
         steps=found.step[-1] if found.step else None,
         steps_per_s=1 / paces[len(paces) // 2] if paces and paces[len(paces) // 2] > 0 else None,
         tokens=tokens[-1] if tokens else None,
-        gpu_hours=curves.hours_with_nodes(run, running=state == RUNNING) * int(world_size),
+        gpu_hours=metric_curves.hours_with_nodes(run, running=state == RUNNING) * int(world_size),
         attempts=len(run.attempts()),
         final=Value(judged.steps[-1], judged.y[-1]) if judged.y else None,
         best=None if best is None else Value(judged.steps[best], judged.y[best]),
@@ -164,7 +164,7 @@ def _why(run: RunDir, metric: str, has_rows: bool) -> str:
         return "has not started yet"
     if not has_rows:
         return "has no rows: no step has ended"
-    names = ", ".join(curves.names(run))
+    names = ", ".join(metric_curves.names(run))
     return f"has no {metric} in its rows; they have {names}"
 
 

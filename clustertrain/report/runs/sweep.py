@@ -19,10 +19,10 @@ from clustertrain.report.runs.comparison import Value
 from clustertrain.report.runs.text import said
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
-from clustertrain.run import curves, documents, state
-from clustertrain.run.folder import RunDir
-from clustertrain.run.resolve import sweep_runs
-from clustertrain.run.spec import load_spec
+from clustertrain.run import json_files, metric_curves, state
+from clustertrain.run.lookup import sweep_runs
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 FINAL = state.FINAL
 
@@ -129,7 +129,7 @@ class Reader:
 
 
 def _values(run: RunDir, metric: str, higher: bool) -> tuple[Value | None, Value | None]:
-    found = curves.read(run, [metric]).curve(metric)
+    found = metric_curves.read(run, [metric]).curve(metric)
     best = found.best(higher=higher)
     if best is None:
         return None, None
@@ -138,7 +138,7 @@ def _values(run: RunDir, metric: str, higher: bool) -> tuple[Value | None, Value
 
 def _made(run: RunDir) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = documents.read(run.record, {"sweep": dict}).value.get("sweep", {})
+        found: dict[str, Any] = json_files.read(run.record, {"sweep": dict}).value.get("sweep", {})
     except PermissionError:
         return {}
     return found

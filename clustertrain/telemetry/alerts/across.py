@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.alert import Alert, Gate, Verdict
 from clustertrain.telemetry.alerts.rules import COMPARABLE
@@ -150,7 +150,7 @@ def _mark(s: Snapshot, rank: int, gpu: int | None) -> _Mark:
 
     clock = None if gpu is None else finite(s.values.get(column(f"gpu{gpu}", "sm_clock_mhz")))
     phase = value("phase")
-    return _Mark(s.t, value("step"), phase == beat.TRAIN, (value("data_wait_s"), value("forward_s")), clock)
+    return _Mark(s.t, value("step"), phase == heartbeat.TRAIN, (value("data_wait_s"), value("forward_s")), clock)
 
 
 def _subject(who: Who, model: str | None, marks: list[_Mark]) -> _Subject:

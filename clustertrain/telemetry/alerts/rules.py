@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.alerts import straggler
 from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, WELL, Alert, Finding, Gate, Verdict
@@ -28,7 +28,7 @@ SEEN_S = 180.0  # and each must have trained for so long
 LATEST_TICK_S = 10.0  # a longer pause between two snapshots tells nothing of what was in between
 NO_MEDIAN_HANG_S = 1800.0  # until steps have been seen: the first one compiles
 LEAST_STEP_S = 0.02  # shorter steps are a toy's, and vary
-_NOT_IDLE = (beat.STARTUP, beat.RESTORE, beat.SHUTDOWN)  # where nobody expects a GPU to be busy
+_NOT_IDLE = (heartbeat.STARTUP, heartbeat.RESTORE, heartbeat.SHUTDOWN)  # where nobody expects a GPU to be busy
 
 Key = tuple[str, object]
 
@@ -176,8 +176,8 @@ class Alerts:
         if gpu.idle_s < 60 * self._spec.idle_min:
             return None
         doing = "no rank uses it" if gpu.rank is None else f"rank {gpu.rank} runs on it"
-        if rank is not None and rank.phase is not None and 0 <= rank.phase < len(beat.PHASES):
-            doing = f"its rank {rank.rank} is in the phase {beat.PHASES[rank.phase]}"
+        if rank is not None and rank.phase is not None and 0 <= rank.phase < len(heartbeat.PHASES):
+            doing = f"its rank {rank.rank} is in the phase {heartbeat.PHASES[rank.phase]}"
         fix = "ask for fewer GPUs" if gpu.rank is None else f"see `clustertrain logs --rank {gpu.rank}`"
         text = f"{gpu.where} of {self._node} has been at 0 % for {_minutes(gpu.idle_s)}; {doing}"
         return _finding("gpu_idle", WARNING, text, fix, gpu, gpu.idle_s / 60, self._spec.idle_min)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry.fields import column
 from clustertrain.telemetry.segments.store import GpuFacts
 
@@ -166,7 +166,7 @@ class RankWindow:
 
     @property
     def training(self) -> bool:
-        return self.phase == beat.TRAIN
+        return self.phase == heartbeat.TRAIN
 
     @property
     def warm(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import PARTS
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis.query import summarize
 from clustertrain.telemetry.analysis.settings import Setting, differences, settings_of
 from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary

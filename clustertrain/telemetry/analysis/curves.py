@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clustertrain.run import rows
-from clustertrain.run.folder import RunDir
+from clustertrain.run import metrics_file
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.grid import Grid, Matrix, Piece, Sums, Table, pieces
 from clustertrain.telemetry.segments import series
@@ -239,7 +239,7 @@ def _training(run: RunDir, summary: Summary, grid: Grid) -> Table:
     logs = []
     for path in (path for attempt in summary.attempts for path in run.metrics_files(attempt.n)):
         try:
-            found = rows.columns(path, ("t", *TRAINING_CURVES))
+            found = metrics_file.columns(path, ("t", *TRAINING_CURVES))
         except OSError:
             continue
         log = {name: np.asarray(column) for name, column in found.items()}

@@ -12,7 +12,7 @@ import numpy as np
 
 from clustertrain import schema
 from clustertrain.run import events
-from clustertrain.run.folder import AttemptDir
+from clustertrain.run.run_dir import AttemptDir
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
 from clustertrain.telemetry.segments.series import Segment, one_at_a_time, open_node
 from clustertrain.telemetry.segments.store import GpuFacts

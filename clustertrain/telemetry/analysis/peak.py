@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from clustertrain import reading, schema
-from clustertrain.run.folder import AttemptDir
+from clustertrain.run.run_dir import AttemptDir
 
 _GIB = 1 << 30
 _MOST_BYTES = 256 * reading.MIB  # unpacked

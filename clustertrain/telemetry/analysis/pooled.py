@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.parts import ALL, Part
 from clustertrain.telemetry.segments.store import GpuFacts
@@ -172,7 +172,7 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
         return round(total / count, 4) if count else None
 
     return {
-        beat.PHASES[phase]: InPhase(
+        heartbeat.PHASES[phase]: InPhase(
             share=round(count / whole, 4),
             utilization=mean("utilization", phase),
             power_w=mean("power_w", phase),
@@ -182,7 +182,7 @@ def _phases(totals: Mapping[str, Total]) -> dict[str, InPhase]:
             throttled=Throttled(*(mean(f"throttle_{why}", phase) for why in ("power", "thermal", "hardware"))),
         )
         for phase, (count, _) in sorted(seen.items())
-        if count and phase < len(beat.PHASES)
+        if count and phase < len(heartbeat.PHASES)
     }
 
 

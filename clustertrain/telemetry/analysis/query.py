@@ -12,12 +12,12 @@ from clustertrain import clock, reading, schema
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import attempts, contract, documents, events, state
+from clustertrain.run import attempts, contract_status, events, json_files, state
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.contract import Standing
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.contract_status import Standing
 from clustertrain.run.goodput import Goodput, Stretch, ledger
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry import marks, notes
 from clustertrain.telemetry.analysis import pooled
 from clustertrain.telemetry.analysis.parts import Part, of_attempt, since, unreadable, window_of
@@ -146,7 +146,7 @@ def summarize(run: RunDir, request: Request = ALL) -> Summary:
         ranks=pooled.ranks(parts),
         training=training_of(run, [a for a in history if a.n in logs], energy, gpus, cut),
         goodput=goodput,
-        contract=request.contract or contract.standing(run, history, None),
+        contract=request.contract or contract_status.standing(run, history, None),
         waste=_waste(gpus, owned, goodput),
         unreadable=[
             *([trouble] if trouble else []),
@@ -182,7 +182,7 @@ class _Planned(NamedTuple):
 
 def _planned(run: RunDir) -> _Planned:
     try:
-        plan = documents.peek(run.plan)
+        plan = json_files.peek(run.plan)
         device = plan.get("device")
         return _Planned(schema.convert(plan.get("layout"), Layout).words(), device if isinstance(device, str) else None)
     except msgspec.ValidationError:  # missing, or of another version

@@ -10,9 +10,9 @@ from clustertrain import schema
 from clustertrain.config.unused_keys import in_use
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.run import documents
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run import json_files
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     Raises:
         ConfigError: ``spec.toml`` or ``plan.json`` does not read.
     """
-    plan, trouble = documents.read(run.plan)
+    plan, trouble = json_files.read(run.plan)
     if trouble is not None:
         raise ConfigError(trouble)
     found = _flat({name: plan[name] for name in _PLANNED if name in plan})

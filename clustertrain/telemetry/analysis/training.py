@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from clustertrain import schema
 from clustertrain.config import hardware
-from clustertrain.run import documents, events, metrics, rows
+from clustertrain.run import events, json_files, metrics, metrics_file
 from clustertrain.run.attempts import Attempt
-from clustertrain.run.folder import RunDir
-from clustertrain.run.measured import WARM_UP_STEPS
+from clustertrain.run.measured_speed import WARM_UP_STEPS
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.summary import GpuSummary, Stats, TrainingSummary
 
 KEYS = ("step", "t", "step_s", "tokens_per_s", "data_wait_s")
@@ -110,7 +110,7 @@ def training_of(
 
 def _planned(run: RunDir) -> _Planned:
     try:
-        return schema.convert(documents.peek(run.plan), _Planned)
+        return schema.convert(json_files.peek(run.plan), _Planned)
     except msgspec.ValidationError:  # of another version
         return _Planned()
 
@@ -119,7 +119,7 @@ def _counted(run: RunDir, attempts: Sequence[Attempt], planned: int, since: floa
     """By attempt. A step that several attempts did counts as the last of them did it."""
     found: list[_Steps] = []
     for attempt, path in ((a, path) for a in attempts for path in run.metrics_files(a.n)):
-        columns = {key: np.asarray(c) for key, c in rows.columns(path, KEYS).items()}
+        columns = {key: np.asarray(c) for key, c in metrics_file.columns(path, KEYS).items()}
         step = columns["step"]
         known = np.isfinite(step)
         if not known.any():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from clustertrain.run.beat import PHASES
+from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import Field
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from clustertrain import fsio
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.printable import printable, raw
-from clustertrain.run.beat import PHASES
+from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.segments.series import Frame, Segment

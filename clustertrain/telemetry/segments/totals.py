@@ -25,7 +25,7 @@ from clustertrain.telemetry.segments.rollup import Differences, Figures, Table
 if TYPE_CHECKING:
     from clustertrain.telemetry.segments.store import Header
 
-_PHASES = 16  # codes that are told apart; run/beat.py has fewer
+_PHASES = 16  # codes that are told apart; run/heartbeat.py has fewer
 NAME = "totals.json.gz"
 
 
@@ -35,7 +35,7 @@ class Total:
 
     ``increase``: what a counter grew by, without the differences where it began anew; 0 of a gauge. ``first`` and
     ``last``: the values that were read first and last. ``low``, ``high``, ``first``, ``last`` are NaN where there is
-    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/beat.py``) of the GPU's rank.
+    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/heartbeat.py``) of the GPU's rank.
     """
 
     count: int = 0

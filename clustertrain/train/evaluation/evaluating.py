@@ -10,7 +10,7 @@ from torch import nn
 
 from clustertrain import clock
 from clustertrain.errors import UsageError
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.train import compiled
 from clustertrain.train.data import MapStyle
 from clustertrain.train.evaluation.evaluator import Evaluator, slices_of
@@ -33,7 +33,7 @@ class Evaluating(Opened):
         """Around an evaluation: its time is reported apart from the steps'."""
         t_begin, started = clock.now(), clock.monotonic()
         try:
-            with self._marks.during(beat.EVALUATION):
+            with self._marks.during(heartbeat.EVALUATION):
                 yield
         finally:
             eval_s = clock.monotonic() - started

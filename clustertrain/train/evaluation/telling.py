@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clustertrain import clock
-from clustertrain.run import metrics, rows
+from clustertrain.run import metrics, metrics_file
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.periodic import Evaluations
 
@@ -58,7 +58,7 @@ def row_before(context: RankContext, step: int) -> dict[str, Any]:
     if context.rank == 0 and context.run is not None and context.attempt is not None:
         before = range(1, context.attempt.n)
         for path in reversed([path for n in before for path in context.run.metrics_files(n)]):
-            row = rows.at(path, step)
+            row = metrics_file.at(path, step)
             if row is not None and row["step"] == step:
                 found = row
                 break

@@ -13,7 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
 from clustertrain.cli.main import COMMANDS
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fuzz.inputs.text import arguments, numbers
 from tests.fuzz.play import InputClass
 from tests.fuzz.sandbox import Sandbox

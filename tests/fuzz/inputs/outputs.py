@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fuzz.inputs.commands import FILES, RUN
 from tests.fuzz.inputs.run_files import READERS, checkpointed_run, fresh_run, full_run
 from tests.fuzz.judge import Fault, FaultFound

@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
 from clustertrain.launch import continuing
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fuzz.inputs.commands import RUN
 from tests.fuzz.inputs.run_files import NEIGHBOR, Change, changes, damage
 from tests.fuzz.inputs.text import arguments

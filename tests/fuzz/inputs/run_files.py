@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fuzz.inputs.commands import RUN, finished_run
 from tests.fuzz.inputs.damage import change, json_changed
 from tests.fuzz.judge import Fault, FaultFound

@@ -15,7 +15,7 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.run import attempts, events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 HOUR = 3600.0
 

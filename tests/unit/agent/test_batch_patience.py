@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain.agent import batch
 from clustertrain.agent.batch import Batch, Step
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 class Watching(Batch):

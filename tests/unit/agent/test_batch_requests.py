@@ -21,8 +21,8 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
 from clustertrain.launch import continuing
 from clustertrain.launch.backend import Backend, JobView
-from clustertrain.run import events, folder
-from clustertrain.run.folder import RunDir
+from clustertrain.run import events, run_dir
+from clustertrain.run.run_dir import RunDir
 
 
 class OneJob:
@@ -53,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "LATE_RESULTS_S", 0.0)
     monkeypatch.setattr(module, "LOOK_S", 0.0)
-    made = folder.create("asked")
+    made = run_dir.create("asked")
     made.spec.write_text("version = 1\n")
     return made
 

@@ -13,14 +13,14 @@ from clustertrain.agent import batch as module
 from clustertrain.agent import begin as beginning
 from clustertrain.agent.batch import Batch, Step
 from clustertrain.launch.slurm import SlurmBackend
-from clustertrain.run import folder
-from clustertrain.run.folder import RunDir
+from clustertrain.run import run_dir
+from clustertrain.run.run_dir import RunDir
 from tests.fake_slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
 
 
 @pytest.fixture
 def run(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunDir:  # noqa: F811
-    made = folder.create("started")
+    made = run_dir.create("started")
     made.spec.write_text("version = 1\n")
     monkeypatch.setenv("CLUSTERTRAIN_RUN_DIR", str(made.path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -16,9 +16,9 @@ from clustertrain.agent import claim as module
 from clustertrain.agent.claim import Identity, claim
 from clustertrain.errors import NotOwner
 from clustertrain.launch.backend import JobStart, JobView, Submission
-from clustertrain.run import attempts, folder
+from clustertrain.run import attempts, run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FakeScheduler:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = folder.create("claimed")
+    made = run_dir.create("claimed")
     made.spec.write_text("version = 1\n")
     return made
 

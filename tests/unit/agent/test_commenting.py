@@ -11,7 +11,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.agent.commenting import Commenter, figures_of
 from clustertrain.launch.comment import Figures, JobComment, comment_of
-from clustertrain.run import folder
+from clustertrain.run import run_dir
 from clustertrain.run.goodput import Goodput
 from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary, Timeline, Window
 
@@ -105,7 +105,7 @@ def _gpu(uuid: str, **figures: Any) -> GpuSummary:
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    run = folder.create("gpt")
+    run = run_dir.create("gpt")
     run.spec.write_text("version = 1\n")
     attempt = run.attempt(1)
     attempt.events.mkdir(parents=True)

@@ -12,7 +12,7 @@ from clustertrain.agent.place import Place
 from clustertrain.agent.rendezvous import Rendezvous
 from clustertrain.agent.signals import Signals
 from clustertrain.run import events
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 MEETING = Rendezvous("localhost", 29500, "x")
 

@@ -11,7 +11,7 @@ from clustertrain.agent import recording
 from clustertrain.agent.recording import Recording
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry.segments.series import open_node
 from clustertrain.telemetry.segments.store import Writer
 from tests.unit.telemetry.segments import fill, header

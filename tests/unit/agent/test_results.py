@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.agent.results import Seen, judge
-from clustertrain.run.beat import TRAIN, Beat
+from clustertrain.run.heartbeat import TRAIN, Beat
 
 NO_TORCH = "/opt/python: Error while finding module specification\nModuleNotFoundError: No module named 'torch'\n\n"
 PORT_TAKEN = "Traceback\nRuntimeError: The server socket has failed to bind. code: EADDRINUSE, reason: port 12345\n"

@@ -16,9 +16,9 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import JobView, Submission
 from clustertrain.launch.requeue import Decision, Verdict
-from clustertrain.run import attempts, endings, events, folder
+from clustertrain.run import attempts, endings, events, run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Scheduler:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    made = folder.create("followed")
+    made = run_dir.create("followed")
     made.spec.write_text("version = 1\n")
     made.attempt(1).path.mkdir()
     return made

@@ -14,7 +14,7 @@ from clustertrain.agent import tracking
 from clustertrain.agent.tracking import Tracking
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import loss, make, write
 

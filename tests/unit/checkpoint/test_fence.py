@@ -20,7 +20,7 @@ from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.remote import Upload, Uploader
 from clustertrain.checkpoint.retention import Policy
 from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 
 

@@ -20,7 +20,7 @@ from clustertrain.cli.telemetry import compare, telemetry
 from clustertrain.cli.top import top
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
 JSON = {

@@ -15,7 +15,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.cli.main import main
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.segments import blocks, totals
 from tests.unit.report.live_runs import begin, new_run, record
 

@@ -16,7 +16,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.cli.main import main
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
 OSC_52 = "\x1b]52;c;Y2FuYXJ5\x07"

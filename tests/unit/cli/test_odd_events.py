@@ -14,7 +14,7 @@ from clustertrain.cli.jobs import list_, status
 from clustertrain.cli.telemetry import telemetry
 from clustertrain.cli.top import top
 from clustertrain.run import attempts, events
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
 NAMES = (

@@ -20,8 +20,8 @@ from clustertrain.cli.logs import logs
 from clustertrain.cli.telemetry import telemetry
 from clustertrain.cli.top import top
 from clustertrain.errors import NotReadable
-from clustertrain.run import resolve
-from clustertrain.run.folder import RunDir
+from clustertrain.run import lookup
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import begin, new_run
 
 
@@ -85,7 +85,7 @@ def test_a_private_run_beside_it_is_in_nobodys_way(home: Path, command: str, nam
 
 def test_a_job_id_is_looked_for_among_the_runs_that_open(home: Path) -> None:
     with as_nobody():
-        assert resolve.resolve("local-1").id == "open-abc234"
+        assert lookup.resolve("local-1").id == "open-abc234"
 
 
 def test_the_list_leaves_private_runs_out(home: Path) -> None:

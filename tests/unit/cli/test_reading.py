@@ -13,8 +13,8 @@ from clustertrain.cli.jobs import list_, requeue
 from clustertrain.cli.logs import logs
 from clustertrain.errors import NotFound, UsageError
 from clustertrain.launch.local import LocalBackend
-from clustertrain.run import attempts, folder
-from clustertrain.run.folder import RunDir
+from clustertrain.run import attempts, run_dir
+from clustertrain.run.run_dir import RunDir
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def new_run(name: str) -> RunDir:
-    made = folder.create(name)
+    made = run_dir.create(name)
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     return made
 

@@ -17,9 +17,9 @@ from clustertrain.errors import ClusterTrainError, SchedulerRefused
 from clustertrain.launch import continuing, look
 from clustertrain.launch.backend import JobView, Submission
 from clustertrain.launch.local import LocalBackend
-from clustertrain.run import folder
+from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 class Jobs:
@@ -55,7 +55,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: Jobs) -> RunDir:
     """Its only attempt, of job local-1, has ended without a word."""
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = folder.create("good")
+    made = run_dir.create("good")
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     made.attempt(1).events.mkdir(parents=True)
     fsio.write_json(made.attempt(1).record, {"job_id": "local-1", "restart": 0, "nodes": ["a"], "t": clock.now()})

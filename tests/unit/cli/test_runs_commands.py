@@ -13,8 +13,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.cli.main import main
-from clustertrain.run import curves, identity, metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run import metric_curves, metrics, recipe_hash
+from clustertrain.run.run_dir import RunDir
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
 
@@ -95,7 +95,7 @@ def test_settings_are_shown_as_a_recipe_has_them(type_: Type, home: Path, capsys
 
 def test_a_step_that_was_run_twice_counts_once_as_the_rows_say(pair: Any) -> None:
     _, b = pair
-    found = curves.read(b, ["loss"])
+    found = metric_curves.read(b, ["loss"])
     rows = metrics.read(b)
     assert found.step == [r["step"] for r in rows] == list(range(1, 13))
     assert found.columns["loss"] == [r["loss"] for r in rows]
@@ -108,7 +108,7 @@ def test_tokens_go_on_where_the_attempt_before_was_left(home: Path) -> None:
     write(run, 2, 3, 5)
     lines = [json.loads(line) for line in run.metrics_of(2).read_text().splitlines()]
     run.metrics_of(2).write_text("".join(json.dumps({**r, "sum_tokens": 64 * (r["step"] - 2)}) + "\n" for r in lines))
-    assert curves.read(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
+    assert metric_curves.read(run, ["loss"]).curve("loss", "tokens").x == [64.0 * s for s in range(1, 6)]
 
 
 def test_without_tokens_there_is_no_curve_by_tokens(
@@ -211,7 +211,7 @@ def test_ids_and_hashes_are_never_cut(
 ) -> None:
     run = make(home, LONG, **JUDGED)
     write(run, 1, 1, 10)
-    hashes = [identity.recipe_hash(r) for r in (run, *pair)]
+    hashes = [recipe_hash.recipe_hash(r) for r in (run, *pair)]
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
@@ -289,7 +289,7 @@ def test_a_run_of_another_user(
     def refused(run: RunDir) -> list[Any]:
         raise PermissionError(13, "Permission denied", str(run.metrics))
 
-    monkeypatch.setattr(curves, "names", refused)
+    monkeypatch.setattr(metric_curves, "names", refused)
     monkeypatch.setattr(RunDir, "attempts", refused)
     assert type_("runs", "compare", "a-aaaaaa", "b-bbbbbb") == 1
     assert "may not be read by you: it belongs to" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.cli.main import main
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report.live_runs import alive, begin, new_run, record
 
 Said = Callable[..., str]

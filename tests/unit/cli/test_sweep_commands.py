@@ -17,8 +17,8 @@ from clustertrain.cli.main import main
 from clustertrain.errors import Ambiguous
 from clustertrain.report.runs.comparison import Value
 from clustertrain.report.runs.sweep import Reader
-from clustertrain.run import curves
-from clustertrain.run.folder import RunDir
+from clustertrain.run import metric_curves
+from clustertrain.run.run_dir import RunDir
 from tests.fake_slurm.fixture import FakeSlurm
 
 Type = Callable[..., int]
@@ -318,13 +318,13 @@ def test_a_sweep_whose_runs_are_partly_gone(
 def test_rows_of_a_run_that_has_ended_are_read_once(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(Path(results["sweep_dir"]))
     first = reader.read()
-    read, asked = curves.read, []
+    read, asked = metric_curves.read, []
 
-    def counting(run: RunDir, names: list[str]) -> curves.Steps:
+    def counting(run: RunDir, names: list[str]) -> metric_curves.Steps:
         asked.append(run.id)
         return read(run, names)
 
-    monkeypatch.setattr(curves, "read", counting)
+    monkeypatch.setattr(metric_curves, "read", counting)
     assert reader.read() == first and asked == []
     running = RunDir(Path(results["runs"][1]["run_dir"]))
     with running.metrics_of(2).open("a") as f:

@@ -11,7 +11,7 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.diagnose.data import Seen, look_at, of_labels, of_values, words_of
 from clustertrain.diagnose.subject import Subject
 from clustertrain.plan.layout import Batch
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 SUBJECT = Subject(Recipe(), Batch(), RunDir(Path("nowhere")), torch.device("cpu"))
 

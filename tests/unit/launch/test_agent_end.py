@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.launch import templates
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 SCRIPT = templates.folder() / "agent_end.sh"
 

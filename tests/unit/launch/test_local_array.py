@@ -15,8 +15,8 @@ from clustertrain.errors import SchedulerRefused
 from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING, ArraySubmission
 from clustertrain.launch.local import LocalBackend, LocalJob, folder_of
 from clustertrain.launch.supervisor import _alive
-from clustertrain.run import folder
-from clustertrain.run.folder import RunDir
+from clustertrain.run import run_dir
+from clustertrain.run.run_dir import RunDir
 
 TIMEOUT_S = 30.0
 # Each waits for a file `go` beside it, and tells of its start and end.
@@ -31,7 +31,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     made: list[str] = []
 
     def submit(number: int, at_once: int | None = None) -> list[tuple[RunDir, str]]:
-        runs = [folder.create(f"r{n}") for n in range(number)]
+        runs = [run_dir.create(f"r{n}") for n in range(number)]
         for run in runs:
             run.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
             run.script.write_text(JOB)

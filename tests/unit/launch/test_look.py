@@ -16,8 +16,8 @@ from clustertrain.launch.backend import JobStart, JobView
 from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.report import status, terminal
 from clustertrain.report.prediction import Prediction
-from clustertrain.run import folder, state
-from clustertrain.run.folder import RunDir
+from clustertrain.run import run_dir, state
+from clustertrain.run.run_dir import RunDir
 
 
 class Scheduler(SlurmBackend):
@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def new_run() -> RunDir:
-    made = folder.create("r")
+    made = run_dir.create("r")
     made.spec.write_text("version = 1\n")
     say(made.events / "submit.jsonl", (1.0, "submitted", {"job_id": "7", "backend": "slurm"}))
     return made

@@ -19,7 +19,7 @@ from clustertrain.errors import ConfigError
 from clustertrain.launch import render, templates
 from clustertrain.launch.render import ScriptInput, job_script
 from clustertrain.plan.planner import plan
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (

@@ -10,7 +10,7 @@ import pytest
 from clustertrain.errors import CommandFailed, SchedulerRefused
 from clustertrain.launch.backend import Submission
 from clustertrain.launch.slurm import SlurmBackend, work_dir
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from tests.fake_slurm.fixture import FakeSlurm
 
 

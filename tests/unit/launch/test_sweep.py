@@ -18,9 +18,9 @@ from clustertrain.launch import sweep as sweeps
 from clustertrain.launch.request import SubmitRequest
 from clustertrain.launch.sweep import Swept, dry_sweep, product, submit_sweep, words
 from clustertrain.run import events
-from clustertrain.run.folder import RunDir
-from clustertrain.run.resolve import resolve_all
-from clustertrain.run.spec import load_spec
+from clustertrain.run.lookup import resolve_all
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 from tests.fake_slurm.fixture import FakeSlurm
 
 Sweep = Callable[..., Swept]

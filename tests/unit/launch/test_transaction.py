@@ -20,7 +20,7 @@ from clustertrain.launch.request import SubmitRequest
 from clustertrain.launch.submit import Submitted, dry_run, submit
 from clustertrain.launch.sweep import submit_sweep
 from clustertrain.run import events
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_spec import load_spec
 from clustertrain.telemetry.analysis.settings import settings_of
 from tests.fake_slurm.fixture import FakeSlurm
 

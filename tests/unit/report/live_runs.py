@@ -13,8 +13,8 @@ import psutil
 
 from clustertrain import fsio, settings
 from clustertrain.launch.local import LocalJob, folder_of
-from clustertrain.run import beat
-from clustertrain.run.folder import RunDir
+from clustertrain.run import heartbeat
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
@@ -133,7 +133,7 @@ def _values(gpus: int, ranks: list[int], step: int) -> dict[str, float]:
     for r in ranks:
         values |= {
             f"rank{r}.step": float(step),
-            f"rank{r}.phase": float(beat.TRAIN),
+            f"rank{r}.phase": float(heartbeat.TRAIN),
             f"rank{r}.data_wait_s": step * 0.004,
         }
     return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clustertrain.report.status import contract_rows
 from clustertrain.run.budget import Used
-from clustertrain.run.contract import Slice, Standing
+from clustertrain.run.contract_status import Slice, Standing
 
 
 def test_task_metric_slices_and_budget() -> None:

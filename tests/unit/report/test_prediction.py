@@ -22,9 +22,9 @@ from clustertrain.report import prediction
 from clustertrain.report.prediction import Pair, Prediction
 from clustertrain.report.status import predicted
 from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, brief_time, emit, make_console
-from clustertrain.run import folder
-from clustertrain.run.folder import RunDir
-from clustertrain.run.measured import WARM_UP_STEPS
+from clustertrain.run import run_dir
+from clustertrain.run.measured_speed import WARM_UP_STEPS
+from clustertrain.run.run_dir import RunDir
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, record
 
 RANKS = 8
@@ -34,7 +34,7 @@ TOKENS = 64 * 2048
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = folder.create("gpt")
+    made = run_dir.create("gpt")
     made.spec.write_text('version = 1\n[job]\nbackend = "local"\n')
     return made
 

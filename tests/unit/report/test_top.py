@@ -11,8 +11,8 @@ from clustertrain import clock, fsio
 from clustertrain.report import terminal, top
 from clustertrain.report.live import METRICS_BYTES, EventView, Live, Row, View
 from clustertrain.report.top import Shown
-from clustertrain.run import beat
-from clustertrain.run.folder import RunDir
+from clustertrain.run import heartbeat
+from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
 
 NODES = ["gpu-node-00", "gpu-node-01"]
@@ -260,7 +260,7 @@ def test_the_keys_of_the_json(run: RunDir) -> None:
         found
     )
     assert {"node", "gpu", "uuid", "rank", "utilization", "memory_used_gib", "phase", "step"} <= set(found["rows"][0])
-    assert found["rows"][0]["phase"] in beat.PHASES
+    assert found["rows"][0]["phase"] in heartbeat.PHASES
 
 
 ALERT = "warning: GPU 3 of gpu-node-01 (rank 7) was held down by heat for 2.3 of the last 10 minutes, more than 2 min"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import fsio
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 class History:

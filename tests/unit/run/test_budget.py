@@ -12,10 +12,10 @@ from clustertrain import fsio
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.evaluation import EvaluationSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.run import attempts, budget, contract
+from clustertrain.run import attempts, budget, contract_status
 from clustertrain.run.budget import Used
 from clustertrain.run.events import EventLog
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 HOUR = 3600.0
 
@@ -70,9 +70,9 @@ def test_one_that_was_killed_costs_until_its_last_sign_and_one_that_runs_until_n
 
 def test_limits_that_the_owner_has_raised_since(run: RunDir) -> None:
     recipe = Recipe(contract=ContractSpec(gpu_hours=10.0))
-    fsio.write_json(run.record, {"contract": contract.recorded(recipe)})
+    fsio.write_json(run.record, {"contract": contract_status.recorded(recipe)})
     run.spec.write_text("[recipe.contract]\ngpu_hours = 25.0\n")
-    found = contract.standing(run, [], None)
+    found = contract_status.standing(run, [], None)
     assert found is not None and found.left == {"gpu_hours": 25.0} and found.metric == "loss"
 
 
@@ -92,9 +92,9 @@ def test_what_is_reached_is_told_in_words() -> None:
 
 def test_the_standing_of_a_run(run: RunDir) -> None:
     recipe = Recipe(contract=ContractSpec(task="tell cats from dogs", target="research", gpu_hours=10.0))
-    assert contract.standing(run, [], None) is None
-    fsio.write_json(run.record, {"contract": contract.recorded(recipe)})
-    before = contract.standing(run, [], None)
+    assert contract_status.standing(run, [], None) is None
+    fsio.write_json(run.record, {"contract": contract_status.recorded(recipe)})
+    before = contract_status.standing(run, [], None)
     assert before is not None and (before.task, before.metric, before.best) == ("tell cats from dogs", "loss", None)
     attempt(run, 1, 0.0, HOUR, 4)
     log = EventLog(run.attempt(1).events_of("rank-0"))
@@ -102,7 +102,7 @@ def test_the_standing_of_a_run(run: RunDir) -> None:
     told = {"metric": "validation_accuracy", "higher_is_better": True, "value": 0.6, "best": 0.7, "best_step": 20}
     log.write("judged", step=30, slices=slices, **told)
     log.close()
-    found = contract.standing(run, attempts.read_all(run), None)
+    found = contract_status.standing(run, attempts.read_all(run), None)
     assert found is not None and (found.value, found.step, found.best, found.best_step) == (0.6, 30, 0.7, 20)
     assert {name: s.regression for name, s in found.slices.items()} == {"night": 0.25, "day": 0.0}
     assert found.used is not None and found.used.gpu_hours == 4.0 and found.left == {"gpu_hours": 6.0}
@@ -110,11 +110,11 @@ def test_the_standing_of_a_run(run: RunDir) -> None:
 
 @pytest.mark.parametrize("name", ["rolled_back", "restored", "first_step"])
 def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir, name: str) -> None:
-    fsio.write_json(run.record, {"contract": contract.recorded(Recipe())})
+    fsio.write_json(run.record, {"contract": contract_status.recorded(Recipe())})
     log = EventLog(run.attempt(1).events_of("rank-0"))
 
     def now() -> float | None:
-        found = contract.standing(run, [], None)
+        found = contract_status.standing(run, [], None)
         assert found is not None and (found.value is None) == (found.step is None)
         return found.value
 
@@ -142,12 +142,12 @@ def test_an_evaluation_of_a_step_that_was_thrown_away_does_not_count(run: RunDir
 
 
 def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_counts(run: RunDir) -> None:
-    fsio.write_json(run.record, {"contract": contract.recorded(Recipe())})
+    fsio.write_json(run.record, {"contract": contract_status.recorded(Recipe())})
     log = EventLog(run.attempt(1).events_of("rank-0"))
     log.write("judged", step=1, value=2.0)
     log.write("first_step", step=1)
     log.close()
-    found = contract.standing(run, [], None)
+    found = contract_status.standing(run, [], None)
     assert found is not None and found.value == 2.0
 
 

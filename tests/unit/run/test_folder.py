@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import reading
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 
 @pytest.fixture

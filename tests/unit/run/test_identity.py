@@ -10,7 +10,7 @@ import pytest
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.run.identity import hash_of
+from clustertrain.run.recipe_hash import hash_of
 
 HERE = JobSpec()
 

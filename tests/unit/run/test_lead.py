@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from clustertrain import fsio
-from clustertrain.run import folder
-from clustertrain.run.folder import RunDir
-from clustertrain.run.lead import DEFAULT_LEAD_S, EXIT_S, first_lead_s, lead_s
+from clustertrain.run import run_dir
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.stop_lead_time import DEFAULT_LEAD_S, EXIT_S, first_lead_s, lead_s
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    return folder.create("timed")
+    return run_dir.create("timed")
 
 
 def measured(run: RunDir, save_s: float, *steps_s: float, note: str = "") -> None:

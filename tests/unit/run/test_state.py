@@ -12,14 +12,14 @@ import pytest
 from clustertrain import fsio
 from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.launch.backend import JobView
-from clustertrain.run import attempts, folder, metrics, resolve, state
-from clustertrain.run.folder import RunDir
+from clustertrain.run import attempts, lookup, metrics, run_dir, state
+from clustertrain.run.run_dir import RunDir
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path))
-    made = folder.create("My Run!")
+    made = run_dir.create("My Run!")
     made.spec.write_text("version = 1\n")
     return made
 
@@ -129,13 +129,13 @@ def test_the_newest_job_is_the_one_mentioned_last(run: RunDir) -> None:
 def test_runs_are_found_by_id_prefix_job_and_latest(run: RunDir) -> None:
     submitted(run)
     names = [run.id, run.id[:-2], "7", "latest"]
-    assert [resolve.resolve(n).id for n in names] == [run.id] * 4
+    assert [lookup.resolve(n).id for n in names] == [run.id] * 4
     with pytest.raises(NotFound):
-        resolve.resolve("nosuch")
+        lookup.resolve("nosuch")
 
 
 @pytest.mark.parametrize("name", ["", " "])
-@pytest.mark.parametrize("find", [resolve.resolve, resolve.resolve_all])
+@pytest.mark.parametrize("find", [lookup.resolve, lookup.resolve_all])
 def test_an_empty_name_is_an_empty_variable_and_not_the_newest_run(
     run: RunDir, find: Callable[[str], object], name: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_an_unknown_job_is_like_those_with_a_like_number_and_else_the_newest_is_
 
     def fix(name: str) -> str:
         with pytest.raises(NotFound) as e:
-            resolve.resolve(name)
+            lookup.resolve(name)
         return e.value.fix or ""
 
     assert f"did you mean {run.id} (job local-41)?" in fix("41") and "did you mean" in fix("local-411")
@@ -160,18 +160,18 @@ def test_an_unknown_job_is_like_those_with_a_like_number_and_else_the_newest_is_
 
 
 def test_an_ambiguous_prefix_lists_the_candidates(run: RunDir) -> None:
-    other = folder.create("my run")
+    other = run_dir.create("my run")
     other.spec.write_text("version = 1\n")
     with pytest.raises(Ambiguous) as e:
-        resolve.resolve("my-run")
+        lookup.resolve("my-run")
     assert run.id in str(e.value)
     assert other.id in str(e.value)
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a b", "$(touch x)", "x\ny", "ÄÖ", "'", "", "-rf"])
 def test_a_name_becomes_a_harmless_folder_name(name: str) -> None:
-    assert set(folder.slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-    assert not folder.slug(name).startswith("-")
+    assert set(run_dir.slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not run_dir.slug(name).startswith("-")
 
 
 def test_a_torn_line_is_skipped_and_the_next_writer_starts_on_a_fresh_one(tmp_path: Path) -> None:

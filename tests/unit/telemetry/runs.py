@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clustertrain import fsio
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 

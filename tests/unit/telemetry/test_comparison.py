@@ -10,7 +10,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.report import compare as report
 from clustertrain.report import terminal
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis import comparison
 from clustertrain.telemetry.analysis.settings import Setting, settings_of
 from clustertrain.telemetry.summary import ProcessSummary, Summary

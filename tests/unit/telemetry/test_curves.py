@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.curves import Curves, curves
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer

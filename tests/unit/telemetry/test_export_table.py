@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.run.beat import PHASES
+from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export import table
 from clustertrain.telemetry.export.table import FIELDS, Choice, Part, write_csv, write_parquet

@@ -19,7 +19,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.config.telemetry import ExporterSpec
-from clustertrain.run.beat import PHASES
+from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry.export.exporter import Exporter
 from slurm.grafana import dashboard
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from clustertrain import clock
-from clustertrain.run.beat import PHASES
+from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.collector import OWN, registry_of, render
 from clustertrain.telemetry.export.feed import STALE_S, Feed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry.alerts.rules import Alerts
 from tests.unit.telemetry.test_telemetry_alerts import Change, Job, codes
 
@@ -118,17 +118,17 @@ def test_time_out_of_training_does_not_count(alerts: Alerts) -> None:
     """Evaluations and checkpoints take three of five minutes; in training the GPUs are busy."""
     job, found = Job(2), []
     for _ in range(10):
-        job.phase = beat.TRAIN
+        job.phase = heartbeat.TRAIN
         found += job.run(alerts, 120)
-        job.phase = beat.EVALUATION
+        job.phase = heartbeat.EVALUATION
         found += job.run(alerts, 100, busy(0.1))
-        job.phase = beat.CHECKPOINT
+        job.phase = heartbeat.CHECKPOINT
         found += job.run(alerts, 80, busy(0.01))
     assert found == []
     for _ in range(4):
-        job.phase = beat.TRAIN
+        job.phase = heartbeat.TRAIN
         found += job.run(alerts, 150, busy(0.5))
-        job.phase = beat.EVALUATION
+        job.phase = heartbeat.EVALUATION
         found += job.run(alerts, 150, busy(1.0))
     assert codes(found) == [("low_utilization", "raised")]
 

@@ -13,7 +13,7 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.alerts import watch
 from clustertrain.telemetry.alerts.across import Across
@@ -36,7 +36,7 @@ def snapshots(minute: int, nodes: int, gpus: int, change: Change = lambda node, 
         values = {f"gpu{i}.sm_clock_mhz": 1900.0 + (n * 7 + i * 3 + minute) % 20 for i in range(gpus)}
         for r in ranks:
             values |= {
-                f"rank{r}.step": float(steps), f"rank{r}.phase": float(beat.TRAIN),
+                f"rank{r}.step": float(steps), f"rank{r}.phase": float(heartbeat.TRAIN),
                 f"rank{r}.data_wait_s": steps * 0.004, f"rank{r}.forward_s": steps * 0.15,
             }  # fmt: skip
         change(f"n{n}", values)
@@ -100,7 +100,7 @@ def test_nodes_that_are_silent_damaged_or_not_training_are_no_stragglers() -> No
         if node == "n2":
             v |= dict.fromkeys(v, math.nan)
         if node == "n3":
-            v |= {k: float(beat.EVALUATION) for k in v if k.endswith("phase")} | {"gpu0.sm_clock_mhz": 300.0}
+            v |= {k: float(heartbeat.EVALUATION) for k in v if k.endswith("phase")} | {"gpu0.sm_clock_mhz": 300.0}
 
     assert looks(6, 1, odd) == []
     across = Across(AlertsSpec(), "n0")

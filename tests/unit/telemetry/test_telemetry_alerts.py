@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.alerts.alert import MOST_AN_HOUR, Alert
 from clustertrain.telemetry.alerts.rules import Alerts
@@ -42,12 +42,12 @@ class Job:
             f.ranks[:] = [first + i] if i < len(self.ranks) else []
         self.step_s, self.random = step_s, random.Random(seed)
         self.now = self.done = self.waited = self.forward = 0.0
-        self.phase = beat.TRAIN
+        self.phase = heartbeat.TRAIN
         self.cores: int | None = None  # that the job has
 
     def tick(self, dt: float = 1.0) -> dict[str, float]:
         self.now += dt
-        training = self.phase == beat.TRAIN
+        training = self.phase == heartbeat.TRAIN
         if training:
             steps = dt / (self.step_s * self.random.gauss(1.0, 0.03))
             self.done += steps
@@ -100,13 +100,15 @@ def alerts() -> Alerts:
 @pytest.mark.parametrize(("gpus", "hours"), [(4, 4), pytest.param(8, 24, marks=pytest.mark.long)])
 def test_healthy_hours_with_checkpoints_and_evaluations_raise_nothing(alerts: Alerts, gpus: int, hours: int) -> None:
     job = Job(gpus, seed=3)
-    found = job.run(alerts, 120, lambda now, v: v.update({k: float(beat.STARTUP) for k in v if k.endswith("phase")}))
+    found = job.run(
+        alerts, 120, lambda now, v: v.update({k: float(heartbeat.STARTUP) for k in v if k.endswith("phase")})
+    )
     while job.now < 3600 * hours:
-        job.phase = beat.TRAIN
+        job.phase = heartbeat.TRAIN
         found += job.run(alerts, 1680, dt=2.0)
-        job.phase = beat.CHECKPOINT
+        job.phase = heartbeat.CHECKPOINT
         found += job.run(alerts, 40, dt=2.0)
-        job.phase = beat.EVALUATION
+        job.phase = heartbeat.EVALUATION
         found += job.run(alerts, 80, dt=2.0)
     assert found == []
 
@@ -125,7 +127,7 @@ def test_a_gpu_that_its_rank_does_not_use(alerts: Alerts) -> None:
 
 def test_a_gpu_without_a_rank_is_told_while_the_others_still_start(alerts: Alerts) -> None:
     job = Job(3, ranks=2)
-    job.phase = beat.STARTUP
+    job.phase = heartbeat.STARTUP
 
     def starting(_: float, v: dict[str, float]) -> None:
         v |= {"gpu0.utilization": 0.0, "gpu1.utilization": 0.0}
@@ -265,10 +267,10 @@ def test_the_first_minutes_and_long_evaluations_do_not_make_steps_slow(alerts: A
     found = job.run(alerts, 170)
     job.step_s = 0.5
     found += job.run(alerts, 1800)
-    for phase in (beat.EVALUATION, beat.CHECKPOINT, beat.RESTORE):
+    for phase in (heartbeat.EVALUATION, heartbeat.CHECKPOINT, heartbeat.RESTORE):
         job.phase = phase
         found += job.run(alerts, 700)
-        job.phase = beat.TRAIN
+        job.phase = heartbeat.TRAIN
         found += job.run(alerts, 400)
     assert found == []
 
@@ -341,9 +343,16 @@ def test_what_compiles_as_long_as_the_first_step_did_is_no_hang(alerts: Alerts) 
 
 def test_evaluations_checkpoints_and_restores_of_the_first_minutes_are_no_hang(alerts: Alerts) -> None:
     job = Job(2)
-    for phase in (beat.STARTUP, beat.RESTORE, beat.TRAIN, beat.EVALUATION, beat.TRAIN, beat.CHECKPOINT):
+    for phase in (
+        heartbeat.STARTUP,
+        heartbeat.RESTORE,
+        heartbeat.TRAIN,
+        heartbeat.EVALUATION,
+        heartbeat.TRAIN,
+        heartbeat.CHECKPOINT,
+    ):
         job.phase = phase
-        assert job.run(alerts, 30 if phase == beat.TRAIN else 900) == []
+        assert job.run(alerts, 30 if phase == heartbeat.TRAIN else 900) == []
 
 
 def test_a_rank_that_waits_in_a_collective_is_not_blamed_for_being_behind(alerts: Alerts) -> None:

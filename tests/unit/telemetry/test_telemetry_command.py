@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from clustertrain import settings
 from clustertrain.cli.telemetry import seconds, telemetry
 from clustertrain.errors import ClusterTrainError, NotFound, UsageError
-from clustertrain.run.folder import open_run
+from clustertrain.run.run_dir import open_run
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 

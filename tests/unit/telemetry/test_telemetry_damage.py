@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry.analysis.query import Request, summarize
 from clustertrain.telemetry.segments import blocks, totals
 from clustertrain.telemetry.segments.store import Writer

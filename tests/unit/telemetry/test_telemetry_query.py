@@ -8,8 +8,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.run.folder import RunDir
 from clustertrain.run.goodput import Goodput
+from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis.curves import curves
 from clustertrain.telemetry.analysis.query import ALL, Request, summarize
 from clustertrain.telemetry.summary import Summary

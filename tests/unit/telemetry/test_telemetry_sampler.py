@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from clustertrain import clock
-from clustertrain.run import beat
+from clustertrain.run import heartbeat
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
 from clustertrain.telemetry.segments import blocks
@@ -92,8 +92,8 @@ def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: P
 def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
     nvml_stub.drive(TWO_GPUS)
     (tmp_path / "beats").mkdir()
-    writer = beat.Writer(tmp_path / "beats", 5)
-    writer.beat.step, writer.beat.phase, writer.beat.tokens = 7, beat.TRAIN, 4096.0
+    writer = heartbeat.Writer(tmp_path / "beats", 5)
+    writer.beat.step, writer.beat.phase, writer.beat.tokens = 7, heartbeat.TRAIN, 4096.0
     with sampling(tmp_path / "t", nvml_stub.environ(), tmp_path / "beats") as child:
         child.until(lambda s: s.n >= 2)
         writer.write()
@@ -102,10 +102,10 @@ def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: P
     writer.close()
     (found,) = open_node(tmp_path / "t")
     newest = found.newest()
-    assert (newest["rank5.phase"], newest["rank5.tokens"]) == (beat.TRAIN, 4096.0)
+    assert (newest["rank5.phase"], newest["rank5.tokens"]) == (heartbeat.TRAIN, 4096.0)
     assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is none of the child's
     assert np.isnan(newest["rank4.step"])
-    assert beat.TRAIN in found.totals()["gpu1.utilization"].by_phase
+    assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
 
 
 def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub: Stub, tmp_path: Path) -> None:

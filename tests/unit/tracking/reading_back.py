@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking import to_wandb
 
 Points = list[tuple[int, float]]

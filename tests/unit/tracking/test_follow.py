@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.run import curves, metrics
+from clustertrain.run import metric_curves, metrics
 from clustertrain.tracking import follow
 from clustertrain.tracking.follow import Follower, scalars
 from clustertrain.tracking.tracker import Handing
@@ -161,4 +161,4 @@ def test_an_attempt_that_went_back_goes_on_in_a_file_of_its_own(tmp_path: Path) 
     assert [(r["step"], r["attempt"]) for r in found] == [(7, 1), (8, 1)]
     assert steps(Follower(run).read()) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert Follower(run).read() == metrics.read(run)
-    assert curves.read(run, ["loss"]).step == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert metric_curves.read(run, ["loss"]).step == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -18,7 +18,7 @@ import pytest
 
 from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.tracking import facts, tracker
 from clustertrain.tracking.follow import Follower
 from clustertrain.tracking.tracker import Handing, State, Tracker
@@ -277,7 +277,7 @@ def test_of_a_script_no_default_of_the_trainer_is_a_setting(tmp_path: Path) -> N
 def test_no_tracker_imports_torch(tmp_path: Path) -> None:
     run = make(tmp_path, tracking={"to": list(ALL)})
     program = (
-        "import sys\nfrom pathlib import Path\nfrom clustertrain.run.folder import RunDir\n"
+        "import sys\nfrom pathlib import Path\nfrom clustertrain.run.run_dir import RunDir\n"
         "from clustertrain.tracking import facts, tracker, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
         f"for name in {ALL}: tracker.make(name, run, facts.of_run(run, 0))\n"
         "print({'torch', 'tensorflow'} & set(sys.modules))"

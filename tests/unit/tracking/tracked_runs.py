@@ -11,7 +11,7 @@ from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.launch.submit import spec_text
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 
 T0 = 1_800_000_000.0
 

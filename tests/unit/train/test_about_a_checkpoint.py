@@ -13,7 +13,7 @@ from clustertrain import fsio
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.keeping import about
 from tests.unit.train.alone import ALONE
 

@@ -11,31 +11,31 @@ from torch import nn
 
 from clustertrain import fsio
 from clustertrain.plan.layout import Layout
-from clustertrain.run import beat, metrics
+from clustertrain.run import heartbeat, metrics
 from clustertrain.train import forward
 from clustertrain.train.forward import ForwardTime, waits_for_nobody
 from clustertrain.train.marks import Marks
 
 
-def seen(folder: Path) -> beat.Beat:
-    return beat.Reader(folder, [3]).read()[3]
+def seen(folder: Path) -> heartbeat.Beat:
+    return heartbeat.Reader(folder, [3]).read()[3]
 
 
 def test_a_phase_within_another_gives_way_to_it_again_whatever_happens(tmp_path: Path) -> None:
     marks = Marks(tmp_path, 3, 4, lambda: 1.5)
-    assert seen(tmp_path).phase == beat.STARTUP
+    assert seen(tmp_path).phase == heartbeat.STARTUP
     marks.step_begins(7)
-    with pytest.raises(KeyError), marks.during(beat.EVALUATION):
-        assert seen(tmp_path).phase == beat.EVALUATION
+    with pytest.raises(KeyError), marks.during(heartbeat.EVALUATION):
+        assert seen(tmp_path).phase == heartbeat.EVALUATION
         raise KeyError
     found = seen(tmp_path)
-    assert (found.step, found.phase, found.forward_s) == (7, beat.TRAIN, 1.5)
+    assert (found.step, found.phase, found.forward_s) == (7, heartbeat.TRAIN, 1.5)
     marks.step_ends(8, 0.0, 400, 0.25)
-    with marks.during(beat.CHECKPOINT):
+    with marks.during(heartbeat.CHECKPOINT):
         found = seen(tmp_path)  # of the step that is done, though none has begun after it
         assert (found.step, found.tokens, found.data_wait_s) == (8, 100.0, 0.25)
     marks.close()
-    assert (seen(tmp_path).step, seen(tmp_path).phase) == (8, beat.IDLE)
+    assert (seen(tmp_path).step, seen(tmp_path).phase) == (8, heartbeat.IDLE)
 
 
 @pytest.mark.parametrize("folder", [None, Path("/nonexistent/folder")])
@@ -57,7 +57,7 @@ def test_a_second_session_of_an_attempt_goes_on_adding_up(tmp_path: Path) -> Non
             marks.step_begins(step - 1)
             log.append(marks.step_ends(step, 0.0, 100, 0.5))
         marks.close()
-        assert beat.Reader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]  # of this process's session
+        assert heartbeat.Reader(tmp_path, [0]).read()[0].tokens == (300, 200)[session]  # of this process's session
     log.close()
     last = metrics.last_row(path)
     assert last is not None and last["sum_tokens"] == 500 and last["sum_data_wait_s"] == pytest.approx(2.5)

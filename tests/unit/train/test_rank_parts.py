@@ -18,7 +18,7 @@ import torch.distributed as dist
 from clustertrain import fsio
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train import context, seeds
 from clustertrain.train.mesh import dimensions
 from clustertrain.train.metrics import Metrics, checked

@@ -15,7 +15,7 @@ from clustertrain import fsio
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.config.stability import StabilitySpec
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train.data import Loader
 from clustertrain.train.marks import Marks
 from clustertrain.train.recorder import Recorder

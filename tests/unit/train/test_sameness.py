@@ -12,7 +12,7 @@ from clustertrain import fsio
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train import sameness
 from clustertrain.train.context import RankContext
 from clustertrain.train.keeping import Keeping, about

@@ -24,7 +24,7 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.launch.submit import spec_text
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
-from clustertrain.run.folder import RunDir
+from clustertrain.run.run_dir import RunDir
 from clustertrain.train import result
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.evaluation.periodic import Evaluations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from clustertrain.run import documents, events, rows
-from clustertrain.run.folder import RunDir
+from clustertrain.run import events, json_files, metrics_file
+from clustertrain.run.run_dir import RunDir
 
 DEFAULT_LEAD_S = 120.0
 NEWEST = 8  # rows of an attempt, or more, that tell how long its steps take
@@ -12,8 +12,8 @@ EXIT_S = 15.0  # for the ranks to leave, the agents to write their results and t
 
 def first_lead_s(run: RunDir) -> float:
     """What the plan took from the cluster profile, and job.sh asks Slurm for with `--signal`."""
-    lead = documents.read(run.plan).value.get("signal_lead_s")
-    return float(lead) if lead and documents.is_number(lead) else DEFAULT_LEAD_S
+    lead = json_files.read(run.plan).value.get("signal_lead_s")
+    return float(lead) if lead and json_files.is_number(lead) else DEFAULT_LEAD_S
 
 
 def lead_s(run: RunDir, allocation_s: float | None) -> float:
@@ -29,7 +29,9 @@ def _measured(run: RunDir) -> float | None:
     saves = [
         float(e["save_s"]) for a in attempts for e in events.named(events.of_attempt(a), "checkpoint") if "save_s" in e
     ]
-    newest = [r for a in attempts for r in rows.last(run.metrics_files(a.n)[-1], least=NEWEST)[1:] if "step_s" in r]
+    newest = [
+        r for a in attempts for r in metrics_file.last(run.metrics_files(a.n)[-1], least=NEWEST)[1:] if "step_s" in r
+    ]
     # Without an attempt's first rows: they include warming up and compiling.
     steps = [float(r["step_s"]) for r in newest]
     if not saves or not steps:

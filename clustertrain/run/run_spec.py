@@ -6,7 +6,7 @@ from clustertrain import reading
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ClusterTrainError, ConfigError
-from clustertrain.run.folder import RunDir, refused
+from clustertrain.run.run_dir import RunDir, refused
 
 _FIX = "it is not what submit wrote: put it back from a backup, or submit the run again"
 

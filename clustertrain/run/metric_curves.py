@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from clustertrain import clock
-from clustertrain.run import attempts, metrics, rows
-from clustertrain.run.folder import RunDir
+from clustertrain.run import attempts, metrics, metrics_file
+from clustertrain.run.run_dir import RunDir
 
 Axis = Literal["step", "tokens", "hours"]
 
@@ -59,7 +59,7 @@ def names(run: RunDir) -> list[str]:
     """Of the scalars in the first and last rows of each attempt, in the order of their first appearance."""
     found: dict[str, None] = {}
     for path in (path for attempt in run.attempts() for path in run.metrics_files(attempt.n)):
-        for row in (*rows.first(path), *rows.last(path, rows.WINDOW)):
+        for row in (*metrics_file.first(path), *metrics_file.last(path, metrics_file.WINDOW)):
             found.update(dict.fromkeys(k for k, v in row.items() if _is_number(v) and not k.startswith("sum_")))
     return [name for name in found if name not in ("step", "t")]
 
@@ -79,7 +79,7 @@ def read(run: RunDir, wanted: Sequence[str]) -> Steps:
         seen, sum_before = history[attempt.n], 0.0
         start, times = seen.start, []
         for path in run.metrics_files(attempt.n):  # a further one for each time that the attempt went back
-            found = rows.columns(path, keys)
+            found = metrics_file.columns(path, keys)
             whole = [int(s) for s in found["step"] if math.isfinite(s)]
             times += list(found["t"])
             start = start if start is not None else next((t for t in times if math.isfinite(t)), None)

@@ -11,8 +11,8 @@ from pathlib import Path
 from clustertrain import reading, settings
 from clustertrain.errors import Ambiguous, NotFound, UsageError
 from clustertrain.run import attempts
-from clustertrain.run.folder import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
-from clustertrain.run.names import JOB_ID
+from clustertrain.run.run_dir import RunDir, open_run, readable, refused, runs_folder, sweeps_folder
+from clustertrain.run.safe_names import JOB_ID
 
 SHOWN = 10
 _CLOSE_SHOWN, _LIKE = 3, 0.6

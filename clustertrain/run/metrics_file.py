@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from clustertrain import reading
-from clustertrain.run.documents import is_number
+from clustertrain.run.json_files import is_number
 
 Row = dict[str, Any]
 

@@ -13,11 +13,11 @@ from clustertrain import schema
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError, NotReadable
-from clustertrain.run import budget, documents, events
+from clustertrain.run import budget, events, json_files
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.budget import Used
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 _BEGINS = {"restored": "step", "rolled_back": "to_step"}  # events, and the step from which the run goes on
 
@@ -57,7 +57,7 @@ def recorded(recipe: Recipe) -> dict[str, Any]:
 
 def standing(run: RunDir, history: Sequence[Attempt], now: float | None) -> Standing | None:
     """``now`` (UTC epoch s) where the last attempt is running. None of a run whose record has no contract."""
-    record = documents.peek(run.record).get("contract")
+    record = json_files.peek(run.record).get("contract")
     if not isinstance(record, dict):
         return None
     contract = _limits(run, record)

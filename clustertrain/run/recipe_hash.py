@@ -10,9 +10,9 @@ import msgspec
 
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.run import documents
-from clustertrain.run.folder import RunDir
-from clustertrain.run.spec import load_spec
+from clustertrain.run import json_files
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
 
 DIGITS = 16
 # How a run is watched and where its scalars go does not change what is trained, nor does a stop on purpose.
@@ -39,7 +39,7 @@ def recipe_hash(run: RunDir) -> str:
     Raises:
         ConfigError, NotReadable: the run's spec does not read.
     """
-    found = documents.peek(run.record).get("recipe_hash")
+    found = json_files.peek(run.record).get("recipe_hash")
     return found if isinstance(found, str) and found else hash_of(load_spec(run))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.run import documents, events, rows
-from clustertrain.run.folder import AttemptDir, RunDir
+from clustertrain.run import events, json_files, metrics_file
+from clustertrain.run.run_dir import AttemptDir, RunDir
 
 # Compilation, the choice of kernels, the allocator and the data's first batches; and until its queue is full the host
 # runs ahead of a GPU, so that its clock says too little.
@@ -41,13 +41,15 @@ def speed(run: RunDir, attempts: Sequence[AttemptDir]) -> Speed:
     """The medians over the steps after the first ones of each attempt, and where those are very many over a sample:
     the ones beside which a save is written, or a peer is late, do not move them. A step's time has neither evaluation
     nor checkpoint stall in it."""
-    found = [row for a in attempts for path in run.metrics_files(a.n) for row in rows.sample(path, WARM_UP_STEPS)]
+    found = [
+        row for a in attempts for path in run.metrics_files(a.n) for row in metrics_file.sample(path, WARM_UP_STEPS)
+    ]
     step_s = _numbers(found, "step_s")
     return Speed(steps=len(step_s), step_s=_median(step_s), tokens_per_s=_median(_numbers(found, "tokens_per_s")))
 
 
 def _numbers(found: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [float(v) for row in found if documents.is_number(v := row.get(key))]
+    return [float(v) for row in found if json_files.is_number(v := row.get(key))]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -61,9 +63,9 @@ def peak_allocated_gib(run: RunDir, attempts: Sequence[AttemptDir]) -> float | N
     its end does.
     """
     for attempt in reversed(attempts):
-        results = [documents.peek(path).get("ranks") for path in sorted(attempt.results.glob("*.json"))]
+        results = [json_files.peek(path).get("ranks") for path in sorted(attempt.results.glob("*.json"))]
         told = [rank for ranks in results if isinstance(ranks, list) for rank in ranks if isinstance(rank, dict)]
-        sampled = [row for path in run.metrics_files(attempt.n) for row in rows.sample(path)]
+        sampled = [row for path in run.metrics_files(attempt.n) for row in metrics_file.sample(path)]
         peaks = _numbers([*told, *sampled], "peak_allocated_gib")
         if peaks:
             return max(peaks)
