@@ -1,6 +1,6 @@
 """The planner's predictions against published configurations: errors by source, memory, what fits, ranking.
 
-The table is split by source, ``int(sha256(source)) % 2``. The constants of ``plan/compute.py`` and ``plan/stack.py``
+The table is split by source, ``int(sha256(source)) % 2``. The constants of ``plan/cost/compute.py`` and ``plan/cost/frameworks.py``
 were set on the half with 0; the figures that count are those of the half with 1.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import measure, planner_docs
 from benchmarks.measure import CannotRun
-from clustertrain.plan import table
-from clustertrain.plan.table import Prediction
+from clustertrain.plan.table import predict
+from clustertrain.plan.table.predict import Prediction
 
 TABLE = measure.ROOT.parent / "shared" / "layout-tables.csv"
 SETTING, JUDGING = 0, 1
@@ -45,7 +45,7 @@ class Case:
 
     def ratio(self, prediction: Prediction) -> float | None:
         """Predicted over measured throughput."""
-        measured, predicted = table.measured_throughput(self.row, prediction)
+        measured, predicted = predict.measured_throughput(self.row, prediction)
         return predicted / measured if measured and predicted else None
 
     @property
@@ -63,7 +63,7 @@ def cases(path: Path = TABLE) -> list[Case]:
     if not path.is_file():
         raise CannotRun(f"{path} does not exist: the table of published configurations")
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    found, calibrated = table.predict(rows), table.predict(rows, calibrate=True)
+    found, calibrated = predict.predict(rows), predict.predict(rows, calibrate=True)
     return [Case(*each) for each in zip(rows, found, calibrated, strict=True)]
 
 
@@ -116,7 +116,7 @@ def throughput(case: Case) -> float | None:
 
 def calibrated_throughput(case: Case) -> float | None:
     """Without the row that set its source's factor."""
-    return None if table.CALIBRATES in case.calibrated.note else case.ratio(case.calibrated)
+    return None if predict.CALIBRATES in case.calibrated.note else case.ratio(case.calibrated)
 
 
 def fits(these: Sequence[Case]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def ranking(these: Sequence[Case]) -> dict[str, Any]:
         layouts = {tuple(c.row[n] for n in _LAYOUT) for c in rows}
         if len(layouts) < SWEEP:
             continue
-        pairs = [table.measured_throughput(c.row, c.found) for c in rows]
+        pairs = [predict.measured_throughput(c.row, c.found) for c in rows]
         measured, predicted = [float(m or 0) for m, _ in pairs], [float(p or 0) for _, p in pairs]
         best = measured[max(range(len(rows)), key=predicted.__getitem__)]
         found.append(

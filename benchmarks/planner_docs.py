@@ -119,9 +119,9 @@ def draw(these: Sequence[Case], path: Path = PICTURE) -> None:
 
 def _tflops(case: Case) -> tuple[float, float] | None:
     """(published, predicted) in TFLOP/s a GPU, whatever the row's own unit."""
-    from clustertrain.plan import table
+    from clustertrain.plan.table import predict
 
-    measured, predicted = table.measured_throughput(case.row, case.found)
+    measured, predicted = predict.measured_throughput(case.row, case.found)
     if not measured or not predicted or not case.found.tflops_per_gpu:
         return None
     return case.found.tflops_per_gpu * measured / predicted, case.found.tflops_per_gpu

@@ -1,6 +1,6 @@
 """``python -m benchmarks.planner_fit``: set the time model's constants on the half of the table that does not judge.
 
-Prints them; a person puts them, rounded, into ``plan/compute.py``, ``plan/network.py`` and ``plan/stack.py``.
+Prints them; a person puts them, rounded, into ``plan/cost/compute.py``, ``plan/cost/collectives.py`` and ``plan/cost/frameworks.py``.
 Coordinate by coordinate, in steps that shrink, from the values that stand there: every constant is a factor with a
 meaning, and the penalty keeps those that the rows say nothing of where they were.
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from benchmarks import planner
-from clustertrain.plan import compute, network, table
-from clustertrain.plan.rows import Row
+from clustertrain.plan.cost import collectives, compute
+from clustertrain.plan.table import predict
+from clustertrain.plan.table.rows import Row
 
 FIRST_STEP, LAST_STEP, STAY = 0.25, 0.015, 0.001
 CAPPED = 0.6  # an error counts in full up to here: one odd row must not pull a constant
@@ -45,7 +46,7 @@ def rows() -> list[Measured]:
         often[case.source] = often.get(case.source, 0) + 1
     return [
         Measured(
-            table.completed(case.row),
+            predict.completed(case.row),
             (case.found.tokens_per_s_per_gpu or 0.0) / (case.ratio(case.found) or 1.0),
             often[case.source] ** -0.5,
         )
@@ -57,7 +58,7 @@ def standing(measured: list[Measured]) -> Constants:
     at = compute.FITTED
     found = {f"sustained.{n}": value for n, value in enumerate(at.sustained)}
     found |= {f"low_bits.{n}": value for n, value in enumerate(at.low_bits)}
-    found |= {name: getattr(at, name) for name in SHARED} | {name: getattr(network, name) for name in NETWORK}
+    found |= {name: getattr(at, name) for name in SHARED} | {name: getattr(collectives, name) for name in NETWORK}
     for stack in {m.row.stack.name: m.row.stack for m in measured if not m.row.compiled}.values():
         found |= {f"{name}.{stack.name}": getattr(stack, name) for name in OF_STACK if getattr(stack, name)}
         if stack.tp_hidden:
@@ -73,10 +74,10 @@ def loss(measured: list[Measured], constants: Constants, before: Constants) -> f
         **{name: constants[name] for name in SHARED},
     )
     total = weights = 0.0
-    with mock.patch.multiple(network, **{name: constants[name] for name in NETWORK}):
+    with mock.patch.multiple(collectives, **{name: constants[name] for name in NETWORK}):
         for one in measured:
             row = _with(one.row, constants)
-            error = abs(math.log(table.tokens_per_s(row, table.step_of(row, shared)) / one.tokens_per_s))
+            error = abs(math.log(predict.tokens_per_s(row, predict.step_of(row, shared)) / one.tokens_per_s))
             total += one.weight * min(error, CAPPED + 0.1 * error)
             weights += one.weight
     moved = sum(math.log(value / before[name]) ** 2 for name, value in constants.items())

@@ -1,7 +1,7 @@
 """``plan --find-micro-batch``: short trials of the trainer's own step with growing micro-batches, on this machine.
 
 Each trial is a fresh torchrun in a scratch run directory, so that it goes through the code of a real run and an error
-in one does not spoil the next. What to try and what it says is decided in :mod:`clustertrain.plan.trials`.
+in one does not spoil the next. What to try and what it says is decided in :mod:`clustertrain.plan.search.micro_batch`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from clustertrain.agent.results import NodeResult, Seen, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.launch import data
 from clustertrain.launch.request import Prepared
-from clustertrain.plan import trials
-from clustertrain.plan.given import ASSUMED_CPU_GIB
+from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
-from clustertrain.plan.memory import GIB
-from clustertrain.plan.trials import Measured, Search, Trial
+from clustertrain.plan.request import ASSUMED_CPU_GIB
+from clustertrain.plan.search import micro_batch as trials
+from clustertrain.plan.search.micro_batch import Measured, Search, Trial
 from clustertrain.run.run_dir import RunDir
 
 POLL_S = 0.1

@@ -13,8 +13,8 @@ import msgspec
 from clustertrain import settings
 from clustertrain.config.node_facts import Gpu, NodeFacts
 from clustertrain.node.read import read
-from clustertrain.plan import affinity, fabric, nccl
-from clustertrain.plan.nccl import Setting
+from clustertrain.plan.env import cpu_affinity, interfaces, nccl
+from clustertrain.plan.env.nccl import Setting
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 
@@ -71,9 +71,9 @@ def _decide(
     )
     said = [*notes, *facts.unread]
     if job.several_nodes:
-        said += fabric.notes(facts)
+        said += interfaces.notes(facts)
     if job.device == "cuda" and not any(name in environ for name in settings.THREAD_BINDING):
-        binding = affinity.near_gpus(facts, job.ranks, allowed)
+        binding = cpu_affinity.near_gpus(facts, job.ranks, allowed)
         if binding.cpus:
             value = ";".join(",".join(map(str, cpus)) for cpus in binding.cpus)
             found[settings.RANK_CPUS] = Setting(value, binding.reason)

@@ -11,7 +11,7 @@ import click
 from clustertrain import fsio, reading
 from clustertrain.cli.common import print_json
 from clustertrain.errors import ConfigError
-from clustertrain.plan import table
+from clustertrain.plan.table import predict
 
 
 def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_json: bool) -> int:
@@ -23,11 +23,11 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
     if out is not None and out.exists() and not out.is_file():
         raise ConfigError(f"{out} is not a regular file, and would be replaced", fix="give --out the name of a file")
     columns, rows = _read(source)
-    found = table.predict(rows, calibrate=calibrate)
+    found = predict.predict(rows, calibrate=calibrate)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    kept = [name for name in columns if name not in table.COLUMNS]
-    writer.writerow([*kept, *table.COLUMNS])
+    kept = [name for name in columns if name not in predict.COLUMNS]
+    writer.writerow([*kept, *predict.COLUMNS])
     for row, prediction in zip(rows, found, strict=True):
         writer.writerow([*(row[name] for name in kept), *prediction.cells()])
     if out is not None:
@@ -41,7 +41,7 @@ def write_predictions(source: Path, out: Path | None, *, calibrate: bool, as_jso
         click.echo(text.getvalue(), nl=False)
     left = [number for number, p in enumerate(found, start=1) if p.tokens_per_s_per_gpu is None]
     if as_json:
-        shown = [dict(zip(table.COLUMNS, p.values(), strict=True)) for p in found]
+        shown = [dict(zip(predict.COLUMNS, p.values(), strict=True)) for p in found]
         print_json({"rows": shown, "predicted": len(found) - len(left), "not_predicted": left})
     elif out is not None:
         said = f"; not predicted: rows {', '.join(map(str, left[:10]))}{' …' if len(left) > 10 else ''}" if left else ""
@@ -59,7 +59,7 @@ def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
     except (UnicodeDecodeError, csv.Error) as e:
         raise ConfigError(f"{source} is not a CSV table: {e}") from None
     columns = list(reader.fieldnames or [])
-    missing = [name for name in table.NEEDED if name not in columns]
+    missing = [name for name in predict.NEEDED if name not in columns]
     if missing:
         raise ConfigError(
             f"{source} lacks the columns {', '.join(missing)}",

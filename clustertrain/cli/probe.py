@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from clustertrain.agent.probe import Found
     from clustertrain.launch.request import Prepared
-    from clustertrain.plan.trials import Trial
+    from clustertrain.plan.search.micro_batch import Trial
 
 
 def find_micro_batch(prepared: Prepared, *, as_json: bool) -> int:

@@ -117,7 +117,7 @@ CATALOGUE: tuple[GpuType, ...] = (
     # NVL bridges join pairs.
     _nvidia("h100-nvl", 9.0, 94, (60, 835, 1671, 0), 3900, 300, "H100 NVL", fabric_gb_s=25, domain=2),
     _nvidia("h100-94gb", 9.0, 94, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50),
-    # HBM2e and 500 W, as torchtitan's benchmarks print it; power: set with the constants of plan/compute.py.
+    # HBM2e and 500 W, as torchtitan's benchmarks print it; power: set with the constants of plan/cost/compute.py.
     _nvidia("h100-96gb", 9.0, 96, (67, 989, 1979, 0), 2400, 450, "H100", fabric_gb_s=50, usable_gib=95.0, power=0.92),
     _nvidia("h800", 9.0, 80, (67, 989, 1979, 0), 3350, 200, "H800", fabric_gb_s=50),
     _nvidia("h200", 9.0, 141, (67, 989, 1979, 0), 4800, 450, "H200", fabric_gb_s=50, usable_gib=139.8),

@@ -14,7 +14,7 @@ from types import FrameType
 from clustertrain import proc, settings
 from clustertrain.doctor.facts import here
 from clustertrain.launch.network import free_port, interface_towards
-from clustertrain.plan import nccl
+from clustertrain.plan.env import nccl
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from clustertrain.config.cluster import ClusterProfile, Measured
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl
+from clustertrain.plan.env import nccl
 
 MARK = "clustertrain-measured "  # before each line of JSON that a measurement prints
 TIMEOUT_S = 180.0  # of one measurement; most of it is for importing torch from a busy network filesystem

@@ -13,8 +13,8 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
 from clustertrain.launch import code
-from clustertrain.plan import pipeline
-from clustertrain.plan.counted import Counted
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.user_model import Counted
 from clustertrain.plan.planner import Plan
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
@@ -40,7 +40,7 @@ def count(
     """
     step = _step(chosen) if trace and not chosen.layout.model_parallel else None
     layout = chosen.layout
-    split = {"tp": layout.tp, "stages": pipeline.stages(layout)}
+    split = {"tp": layout.tp, "stages": pipeline_schedules.stages(layout)}
     # Everybody on the machine sees the arguments, so no webhook is among them.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
     request = {"recipe": msgspec.to_builtins(recipe), "step": step, "split": split}

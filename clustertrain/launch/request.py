@@ -28,7 +28,7 @@ from clustertrain.launch import choose, code, counting, render, script_file
 from clustertrain.launch.backend import Backend
 from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
-from clustertrain.plan import script as scripts
+from clustertrain.plan import script_checks as scripts
 from clustertrain.plan.planner import Plan, plan
 
 Count = Literal["no", "yes", "trace"]

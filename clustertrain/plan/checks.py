@@ -10,7 +10,7 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing import nearest as nearest_word
 from clustertrain.config.recipe import ModelSpec, Precision
 from clustertrain.errors import ConfigError
-from clustertrain.plan import pipeline
+from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors, nearest
 from clustertrain.plan.layout import Layout
 
@@ -36,7 +36,7 @@ def of_model(model: ModelSpec, seq_len: int, parallel: ParallelSpec, layout: Lay
 def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
     if layout.pp == 1:
         return
-    stages, units = pipeline.stages(layout), model.layers + 2
+    stages, units = pipeline_schedules.stages(layout), model.layers + 2
     if stages > units:
         a_rank = f" x virtual_stages {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         raise ConfigError(
@@ -49,7 +49,7 @@ def _stages(model: ModelSpec, parallel: ParallelSpec, layout: Layout) -> None:
 
 
 def _fewer_stages(units: int, layout: Layout) -> str:
-    fixes = [f"model.layers of at least {pipeline.stages(layout) - 2}"]
+    fixes = [f"model.layers of at least {pipeline_schedules.stages(layout) - 2}"]
     left = layout.world_size // (layout.tp * layout.cp)  # for pipeline and data parallel
     pp = next(d for d in divisors(left) if d <= max(1, units // layout.virtual_stages))
     if pp > 1:
@@ -179,7 +179,7 @@ def of_fp16(precision: Precision, device: str, asked: str) -> None:
 
 def _halves(parallel: ParallelSpec, layout: Layout) -> None:
     """Refuses what does not go with a backward pass in two parts, that of the inputs and that of the weights."""
-    if layout.pp == 1 or layout.schedule not in pipeline.TWO_PART_BACKWARD:
+    if layout.pp == 1 or layout.schedule not in pipeline_schedules.TWO_PART_BACKWARD:
         return
     if parallel.compile:
         raise ConfigError(

@@ -10,13 +10,16 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import ConfigError
-from clustertrain.plan import nccl, notes, pipeline, training, why_chosen
-from clustertrain.plan.choice import Choice, Rejected
-from clustertrain.plan.counted import Counted
-from clustertrain.plan.given import Given
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.memory import Memory
+from clustertrain.plan.cost.user_model import Counted
+from clustertrain.plan.decision import Choice, Rejected
+from clustertrain.plan.env import nccl
+from clustertrain.plan.env.nccl import Setting
+from clustertrain.plan.explain import search_result, training
+from clustertrain.plan.explain import warnings as notes
 from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.plan.memory import Memory
-from clustertrain.plan.nccl import Setting
+from clustertrain.plan.request import Given
 
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +139,7 @@ def plan(
 
 def _time(spec: RunSpec, choice: Choice) -> Time:
     flops = flops_per_step(spec, choice.batch.global_batch) if choice.given.decoder else None
-    bubble = pipeline.bubble_fraction(choice.layout, choice.batch.grad_accum)
+    bubble = pipeline_schedules.bubble_fraction(choice.layout, choice.batch.grad_accum)
     step = choice.step
     if step is None or flops is None or choice.given.gpu is None:
         return Time(flops_per_step=flops, bubble_fraction=bubble)
@@ -174,7 +177,7 @@ def runners_up(choice: Choice) -> tuple[RunnerUp, ...]:
         seen.add(words)
         found.append(
             RunnerUp(
-                layout=why_chosen.brief(candidate),
+                layout=search_result.brief(candidate),
                 step_s=candidate.step_s,
                 tokens_per_s_per_gpu=tokens / candidate.step_s / choice.given.world,
                 peak_gib=candidate.peak_gib,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from clustertrain import schema
-from clustertrain.plan.memory import Memory
+from clustertrain.plan.cost.memory import Memory
 from clustertrain.plan.planner import Time
 from clustertrain.run import json_files, measured_speed
 from clustertrain.run.run_dir import RunDir

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from clustertrain.plan import advice
+from clustertrain.plan.explain import advice
 from clustertrain.plan.layout import Batch
 from clustertrain.train import memory, result
 from clustertrain.train.context import RankContext

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from clustertrain.checkpoint.state import clean, is_dtensor
 from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.plan import pipeline as plan
+from clustertrain.plan import pipeline_schedules as plan
 from clustertrain.train import precision, stages
 from clustertrain.train.context import RankContext
 from clustertrain.train.evaluation.forward_only import ForwardOnly

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from clustertrain import clock, fsio, settings
-from clustertrain.plan.trials import Measured
+from clustertrain.plan.search.micro_batch import Measured
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train.context import read_plan

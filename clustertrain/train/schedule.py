@@ -1,4 +1,4 @@
-"""The learning rate of a run. All kinds are pure functions of the step (:mod:`clustertrain.plan.rates`), so that a
+"""The learning rate of a run. All kinds are pure functions of the step (:mod:`clustertrain.plan.lr_schedule`), so that a
 resume at any step continues them, but for ``plateau``, whose state is in the checkpoint."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.errors import UsageError
-from clustertrain.plan import rates
+from clustertrain.plan import lr_schedule
 
 LR_SCALE = "lr_scale"  # in a parameter group: what its rate is multiplied by
 
@@ -31,7 +31,7 @@ class LearningRate:
 
     def at(self, step: int) -> float:
         """The rate of optimizer step number ``step``, 1 to the total."""
-        return rates.rate(self._spec, step, self._total, peak=self._peak, plateau=self._factor)
+        return lr_schedule.rate(self._spec, step, self._total, peak=self._peak, plateau=self._factor)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate of step number ``step`` in all groups, times their ``lr_scale``; returns it without that."""

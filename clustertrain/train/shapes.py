@@ -25,8 +25,8 @@ from clustertrain.config.optim import OptimSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
-from clustertrain.plan.counted import Counted, Unit
-from clustertrain.plan.optimizer_state import state_bytes
+from clustertrain.plan.cost.optimizer_state import state_bytes
+from clustertrain.plan.cost.user_model import Counted, Unit
 from clustertrain.train import models, stages, tensor_parallel
 from clustertrain.train.data_parallel import units
 from clustertrain.train.optimizers import parameters as parameters_of

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EnvironmentNotFit
-from clustertrain.plan.counted import Traced
+from clustertrain.plan.cost.user_model import Traced
 from clustertrain.plan.layout import Layout
 from clustertrain.train import computation
 from clustertrain.train.context import RankContext

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tomli_w
 
+from clustertrain.plan.cost.optimizer_state import WHOLE
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.optimizer_state import WHOLE
 from tests.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
 from tests.optimizers.measure import Outcome, under
 from tests.parity.measure import one_thread

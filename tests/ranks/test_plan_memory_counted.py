@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.memory import Pass, activation_bytes
+from clustertrain.plan.cost.memory import Pass, activation_bytes
 from clustertrain.train.model import Decoder
 
 pytestmark = pytest.mark.ranks

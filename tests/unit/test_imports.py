@@ -86,10 +86,13 @@ def test_a_plan_with_times_and_a_table_of_predictions_import_no_torch(tmp_path: 
     heavy = {"torch", "numpy", "submitit", "rich", "pynvml"}
     model = ("--set", "model.preset=llama3.1-8b")
     modules = _modules(tmp_path, "plan", "--json", "--nodes", "4", "--gpus", "8", "--gpu-type", "h100", *model)
-    assert {"clustertrain.plan.search", "clustertrain.plan.why_chosen"} <= modules and not heavy & modules
+    assert {
+        "clustertrain.plan.search.layouts",
+        "clustertrain.plan.explain.search_result",
+    } <= modules and not heavy & modules
     (tmp_path / "in.csv").write_text("model,gpu,seq,n_gpus\nLlama-8B,H100,8192,8\n")
     modules = _modules(tmp_path, "plan", "--table", "in.csv", "--out", "out.csv")
-    assert "clustertrain.plan.table" in modules and not heavy & modules
+    assert "clustertrain.plan.table.predict" in modules and not heavy & modules
     assert "pred_tokens_per_s_per_gpu" in (tmp_path / "out.csv").read_text()
 
 

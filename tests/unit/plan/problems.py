@@ -13,13 +13,14 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.presets import PRESETS
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan import memory, pipeline, time
-from clustertrain.plan.activations import Pass
-from clustertrain.plan.decoder import Decoder, Shape
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost import memory, step_time
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
+from clustertrain.plan.cost.hardware_rates import machine_of
+from clustertrain.plan.cost.model_shape import Decoder, Shape
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.machine import machine_of
-from clustertrain.plan.search import VIRTUAL_STAGES, Candidate, Problem, Wanted
-from clustertrain.plan.stack import CLUSTERTRAIN
+from clustertrain.plan.search.layouts import VIRTUAL_STAGES, Candidate, Problem, Wanted
 
 LLAMA_8B = ModelSpec(**PRESETS["llama3.1-8b"])
 LLAMA_405B = ModelSpec(**PRESETS["llama3.1-405b"])
@@ -113,7 +114,7 @@ def _of_layout(of: Problem, layout: Layout) -> Iterator[Candidate]:
         return
     share = of.global_batch // layout.data_parallel
     for micro in _dividing(share):
-        if micro > 64 or pipeline.why_not(layout, share // micro):
+        if micro > 64 or pipeline_schedules.why_not(layout, share // micro):
             continue
         run = Pass(
             seq_len=of.seq_len, micro_batch=micro, grad_accum=share // micro, compute=of.compute,
@@ -122,5 +123,5 @@ def _of_layout(of: Problem, layout: Layout) -> Iterator[Candidate]:
         free = layout.fully_sharded and run.grad_accum > 1 and layout.pp == 1
         for defer in (True, False) if free else (True,):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
-            step = time.of_step(of.model, tried, run, of.stack, of.machine)
+            step = step_time.of_step(of.model, tried, run, of.stack, of.machine)
             yield Candidate(tried, run, step, memory.of_rank(of.model, tried, run, None, of.stack))

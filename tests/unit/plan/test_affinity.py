@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clustertrain.config.node_facts import Cpus, Gpu, NodeFacts, NumaNode
-from clustertrain.plan.affinity import near_gpus
+from clustertrain.plan.env.cpu_affinity import near_gpus
 
 
 def node(*homes: int | None, cpus: tuple[str, ...] = ("0-3,8-11", "4-7,12-15")) -> NodeFacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustertrain.plan import nccl
+from clustertrain.plan.env import nccl
 
 
 def test_every_setting_has_a_value_and_a_reason() -> None:

@@ -14,8 +14,8 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import ModelSpec, Precision, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
-from clustertrain.plan import advice
-from clustertrain.plan.advice import LINEAR, SQUARE_ROOT, scaled_lr
+from clustertrain.plan.explain import advice
+from clustertrain.plan.explain.advice import LINEAR, SQUARE_ROOT, scaled_lr
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.plan.planner import Plan, plan
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from clustertrain.plan import counted
-from clustertrain.plan.activations import Pass
-from clustertrain.plan.counted import Counted, Traced, Unit
+from clustertrain.plan.cost import user_model
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.memory import GIB
+from clustertrain.plan.cost.user_model import Counted, Traced, Unit
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB
 
 M = 1024 * 1024
 # Ten units of 20 M parameters and 56 M besides; 0.5 GiB of them are not trained.
@@ -29,7 +29,7 @@ ONE = Pass(seq_len=8, micro_batch=2)
 
 
 def states(layout: Layout, run: Pass = ONE) -> tuple[float | None, float | None, float | None]:
-    found = counted.memory(MODEL, layout, run, None)
+    found = user_model.memory(MODEL, layout, run, None)
     return found.params_gib, found.grads_gib, found.optimizer_gib
 
 
@@ -61,36 +61,36 @@ def test_a_sharded_rank_holds_its_part_and_what_is_gathered() -> None:
 
 def test_a_model_without_units_is_gathered_as_one() -> None:
     model = msgspec.structs.replace(MODEL, units=())
-    found = counted.memory(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
+    found = user_model.memory(model, Layout(strategy="fsdp", dp_shard=4), ONE, None)
     assert found.params_gib == pytest.approx(0.25 + 0.25 + 1.0)
 
 
 def test_the_peak_is_known_where_a_step_was_traced() -> None:
-    found = counted.memory(MODEL, Layout(), ONE, 8.0)
+    found = user_model.memory(MODEL, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.peak_gib, found.fits, found.capacity_gib) == (None, None, None, 8.0)
     model = msgspec.structs.replace(MODEL, traced=Traced(micro_batch=2, activations_bytes=3 * GIB, peak_bytes={}))
-    found = counted.memory(model, Layout(), ONE, 8.0)
+    found = user_model.memory(model, Layout(), ONE, 8.0)
     assert (found.activations_gib, found.overhead_gib, found.peak_gib, found.fits) == (3.0, 0.0, 5.75, True)
-    on_gpu = counted.memory(model, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0)
+    on_gpu = user_model.memory(model, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0)
     assert on_gpu.overhead_gib == pytest.approx(1.0 + 0.05 * 5.75)  # the context, and what the allocator reserves more
     assert (on_gpu.peak_gib, on_gpu.fits) == (pytest.approx(1.05 * 5.75 + 1.0), True)
     larger = msgspec.structs.replace(model, traced=Traced(micro_batch=2, activations_bytes=4 * GIB, peak_bytes={}))
-    assert counted.memory(larger, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0).fits is False
+    assert user_model.memory(larger, Layout(), Pass(seq_len=8, micro_batch=2, device="cuda"), 8.0).fits is False
 
 
 def test_it_says_what_was_counted() -> None:
-    words = counted.words(MODEL, "nets:Net", Layout(tp=2), 2)
+    words = user_model.words(MODEL, "nets:Net", Layout(tp=2), 2)
     assert words == (
         "counted: nets:Net has 268,435,456 parameters (float32); 134,217,728 of them trained; 268,435,456 bytes of "
         "buffers; most of them, 58,720,256, in embed; 10 layers to shard one by one; tp and pp taken as an even split"
     )
-    assert "no list of layers" in counted.words(msgspec.structs.replace(MODEL, units=()), "a:b", Layout(), 2)
+    assert "no list of layers" in user_model.words(msgspec.structs.replace(MODEL, units=()), "a:b", Layout(), 2)
 
 
 def test_states_that_are_too_much_alone_are_warned_of() -> None:
-    memory = counted.memory(MODEL, Layout(), ONE, None)
-    assert counted.warning(MODEL, memory, 3.0, Layout()) is None
-    warning = counted.warning(MODEL, memory, 2.0, Layout())
+    memory = user_model.memory(MODEL, Layout(), ONE, None)
+    assert user_model.warning(MODEL, memory, 3.0, Layout()) is None
+    warning = user_model.warning(MODEL, memory, 2.0, Layout())
     assert warning is not None and "2.8 GiB a rank, more than 2.0 GiB; --layout fsdp" in warning
     failed = msgspec.structs.replace(MODEL, untraced="it failed")
-    assert counted.warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"
+    assert user_model.warning(failed, memory, 3.0, Layout()) == "activations are not known: it failed"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.activations import Pass
-from clustertrain.plan.crossing import Work, warnings
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.explain.node_crossing import Work, warnings
 from clustertrain.plan.layout import Layout
 
 MODEL = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8)

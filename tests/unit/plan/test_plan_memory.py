@@ -9,10 +9,10 @@ import pytest
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.activations import Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
+from clustertrain.plan.cost.memory import GIB, Memory, of_rank
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, Memory, of_rank
-from clustertrain.plan.stack import CLUSTERTRAIN
 
 LLAMA_7B = ModelSpec(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
 

@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.activations import Part, Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.activations import Part, Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
+from clustertrain.plan.cost.memory import GIB, of_rank
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, of_rank
-from clustertrain.plan.stack import CLUSTERTRAIN
 from clustertrain.train import computation, context_parallel, losses, tensor_parallel
 from clustertrain.train.model import Decoder
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from clustertrain.plan import stack
-from clustertrain.plan.activations import Part, Pass, activation_bytes
-from clustertrain.plan.decoder import Shape
+from clustertrain.plan.cost import frameworks
+from clustertrain.plan.cost.activations import Part, Pass, activation_bytes
+from clustertrain.plan.cost.frameworks import Stack
+from clustertrain.plan.cost.memory import GIB, of_rank
+from clustertrain.plan.cost.model_shape import Shape
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, of_rank
-from clustertrain.plan.stack import Stack
 
 # 7.5 billion parameters, about: what is compared is bytes a parameter.
 GPT_7B5 = Shape(vocab_size=50_304, dim=4096, layers=36, heads=32, kv_heads=32, hidden=4 * 4096, gated=False)
@@ -42,7 +42,7 @@ def test_zeros_table_of_a_7_5_billion_model_on_64_gpus() -> None:
 GPT_175B = Shape(
     vocab_size=51_200, dim=12_288, layers=96, heads=96, kv_heads=96, hidden=4 * 12_288, gated=False, dropout=0.1
 )
-MEGATRON = stack.find("Korthikanti")
+MEGATRON = frameworks.find("Korthikanti")
 SEQ = 2048
 SCORES = 5 * GPT_175B.heads * SEQ / GPT_175B.dim  # 80: of plain attention
 

@@ -7,9 +7,9 @@ import pytest
 from clustertrain.config import hardware
 from clustertrain.config.cluster import ClusterProfile, Measured
 from clustertrain.config.hardware import GpuType
-from clustertrain.plan import network
-from clustertrain.plan.machine import SMALLER, machine_of
-from clustertrain.plan.network import Network
+from clustertrain.plan.cost import collectives
+from clustertrain.plan.cost.collectives import Network
+from clustertrain.plan.cost.hardware_rates import SMALLER, machine_of
 
 LARGE = 1 << 36  # bytes, beside which latency does not count
 
@@ -21,7 +21,7 @@ def gpu(name: str) -> GpuType:
 
 
 def cluster(name: str, gpus_per_node: int = 8) -> Network:
-    return network.of(gpu(name), gpus_per_node)
+    return collectives.of(gpu(name), gpus_per_node)
 
 
 def test_a_ring_inside_a_node_uses_its_links() -> None:
@@ -42,7 +42,7 @@ def test_a_ring_across_nodes_shares_the_fabric_of_its_ranks_in_a_node() -> None:
 
 
 def test_gpus_without_links_talk_over_pcie() -> None:
-    assert cluster("l4").group(4, 1).bandwidth == network.PCIE_GB_S * 1e9 < cluster("a100").link
+    assert cluster("l4").group(4, 1).bandwidth == collectives.PCIE_GB_S * 1e9 < cluster("a100").link
 
 
 def test_the_links_of_an_nvl72_join_nodes() -> None:

@@ -11,7 +11,7 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.plan.optimizer_state import GATHER_BYTES
+from clustertrain.plan.cost.optimizer_state import GATHER_BYTES
 from clustertrain.plan.planner import Plan, plan
 
 GIB = 1024**3

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan import pipeline
-from clustertrain.plan.activations import dealt
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.activations import dealt
 from clustertrain.plan.layout import Layout
 from clustertrain.train import stages
 from clustertrain.train.model import Decoder
@@ -32,7 +32,7 @@ def torch_takes(layout: Layout, micro_batches: int) -> bool:
     made = CLASSES[layout.schedule or ""]
     made_of = [
         SimpleNamespace(
-            stage_index=i * layout.pp, num_stages=pipeline.stages(layout), group_size=layout.pp, group_rank=0,
+            stage_index=i * layout.pp, num_stages=pipeline_schedules.stages(layout), group_size=layout.pp, group_rank=0,
             submod=nn.Identity(), is_first=i == 0, is_last=False, has_backward=True,
         )
         for i in range(layout.virtual_stages)
@@ -51,15 +51,15 @@ def test_what_is_refused_is_what_torch_refuses(schedule: str) -> None:
     for pp in (2, 3, 4):
         layout = Layout(pp=pp, schedule=schedule, virtual_stages=1 if schedule in ("gpipe", "1f1b") else 2)
         for micro_batches in range(1, 14):
-            why = pipeline.why_not(layout, micro_batches)
+            why = pipeline_schedules.why_not(layout, micro_batches)
             assert (why == "") is torch_takes(layout, micro_batches), (pp, micro_batches, why)
             refused += bool(why)
     assert (refused > 0) is (schedule in ("1f1b", "interleaved", "zero-bubble"))
 
 
 def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
-    assert pipeline.why_not(Layout(), 1) == "" and pipeline.enough(Layout()) == 1
-    assert pipeline.in_flight(Layout(), 7) == (1, 1)
+    assert pipeline_schedules.why_not(Layout(), 1) == "" and pipeline_schedules.enough(Layout()) == 1
+    assert pipeline_schedules.in_flight(Layout(), 7) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_nothing_is_asked_of_the_batch_without_a_pipeline() -> None:
 )
 def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last: float) -> None:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
-    assert pipeline.in_flight(layout, 16) == (first, last)
-    assert max(pipeline.in_flight(layout, 2)) <= 2
+    assert pipeline_schedules.in_flight(layout, 16) == (first, last)
+    assert max(pipeline_schedules.in_flight(layout, 2)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,13 @@ def test_micro_batches_in_flight(schedule: str, virtual: int, first: float, last
 )
 def test_the_bubble(schedule: str, virtual: int, micro_batches: int, bubble: float | None) -> None:
     layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual)
-    assert pipeline.bubble_fraction(layout, micro_batches) == (None if bubble is None else pytest.approx(bubble))
-    assert pipeline.bubble_fraction(layout, 0) is None and pipeline.bubble_fraction(Layout(), 4) is None
+    assert pipeline_schedules.bubble_fraction(layout, micro_batches) == (
+        None if bubble is None else pytest.approx(bubble)
+    )
+    assert (
+        pipeline_schedules.bubble_fraction(layout, 0) is None
+        and pipeline_schedules.bubble_fraction(Layout(), 4) is None
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [256, 8_000, 64_000])

@@ -16,11 +16,11 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.presets import PRESETS
 from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.errors import ConfigError
-from clustertrain.plan import pipeline
-from clustertrain.plan.machine import machine_of
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.hardware_rates import machine_of
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.plan.search import search
-from clustertrain.plan.table import of_row, predict
+from clustertrain.plan.search.layouts import search
+from clustertrain.plan.table.predict import of_row, predict
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 
@@ -64,7 +64,7 @@ def test_a_schedule_that_was_given_gets_no_more_stages_than_there_are_parts() ->
     for nodes, gpus in ((256, 8), (2, 8)):
         made = chosen("llama3.1-8b", "l40s", batch=8, seq_len=1024, nodes=nodes, gpus=gpus,
                       parallel={"schedule": "zero-bubble"})  # fmt: skip
-        assert pipeline.stages(made.layout) <= 32 + 2
+        assert pipeline_schedules.stages(made.layout) <= 32 + 2
 
 
 def test_a_pipeline_never_counts_on_gradients_that_are_reduced_in_between() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import rows
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.rows import Row, read
+from clustertrain.plan.table import rows
+from clustertrain.plan.table.rows import Row, read
 
 LLAMA_8B = {
     "model": "Llama-3.1-8B", "n_params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",

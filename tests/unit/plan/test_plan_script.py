@@ -9,7 +9,7 @@ import pytest
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.script import check, drives_train_step
+from clustertrain.plan.script_checks import check, drives_train_step
 
 PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nimport clustertrain as ct\n"
 

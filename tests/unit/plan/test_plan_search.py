@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan import pipeline
-from clustertrain.plan.search import HOPELESS, RECOMPUTES, SIMPLER, TIE, Candidate, Problem, cost, kinds, search
-from clustertrain.plan.time import of_step
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.step_time import of_step
+from clustertrain.plan.search.layouts import HOPELESS, RECOMPUTES, SIMPLER, TIE, Candidate, Problem, cost, kinds, search
 from tests.unit.plan.problems import GPT_125M, LLAMA_8B, LLAMA_405B, SHALLOW, every, problem
 
 TINY = ModelSpec()
@@ -73,7 +73,10 @@ def test_what_is_returned_can_be_run_and_is_what_the_models_say_of_it(name: str)
         assert run.micro_batch * run.grad_accum * layout.data_parallel == small.global_batch
         assert not any(size % layout.tp for size in (model.heads, model.kv_heads, model.hidden, model.vocab_size))
         assert small.seq_len % (layout.cp * layout.tp) == 0 and small.gpus_per_node % layout.tp == 0
-        assert pipeline.why_not(layout, run.grad_accum) == "" and pipeline.stages(layout) <= model.layers + 2
+        assert (
+            pipeline_schedules.why_not(layout, run.grad_accum) == ""
+            and pipeline_schedules.stages(layout) <= model.layers + 2
+        )
         assert c.peak_gib <= small.limit_gib
         assert c.step == of_step(model, layout, run, small.stack, small.machine)
 

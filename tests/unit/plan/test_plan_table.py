@@ -8,11 +8,11 @@ import random
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import table
-from clustertrain.plan.decoder import attention_flops
-from clustertrain.plan.memory import CONTEXT_BYTES, GIB
-from clustertrain.plan.rows import read
-from clustertrain.plan.table import COLUMNS, Prediction, memory_of, of_row, predict
+from clustertrain.plan.cost.memory import CONTEXT_BYTES, GIB
+from clustertrain.plan.cost.model_shape import attention_flops
+from clustertrain.plan.table import predict as table
+from clustertrain.plan.table.predict import COLUMNS, Prediction, memory_of, of_row, predict
+from clustertrain.plan.table.rows import read
 from tests.unit.plan.test_plan_rows import LLAMA_8B
 
 TITAN = {**LLAMA_8B, "source": "pytorch/torchtitan benchmarks", "fsdp_or_zero": "fsdp_full", "gpu_mem_gib": "80"}

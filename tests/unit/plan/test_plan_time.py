@@ -9,14 +9,14 @@ import pytest
 
 from clustertrain.config import hardware
 from clustertrain.config.parallel import ParallelSpec
-from clustertrain.plan import compute, network, time
-from clustertrain.plan.activations import Pass
-from clustertrain.plan.compute import FITTED
-from clustertrain.plan.decoder import Shape
+from clustertrain.plan.cost import collectives, compute, step_time
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.compute import FITTED
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, compiled
+from clustertrain.plan.cost.memory import of_rank
+from clustertrain.plan.cost.model_shape import Shape
+from clustertrain.plan.cost.step_time import Machine, Step
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import of_rank
-from clustertrain.plan.stack import CLUSTERTRAIN, compiled
-from clustertrain.plan.time import Machine, Step
 
 LLAMA_8B = Shape(vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14_336)
 FSDP = Layout(strategy="fsdp", dp_shard=64)
@@ -25,12 +25,12 @@ FSDP = Layout(strategy="fsdp", dp_shard=64)
 def machine(name: str = "h100", precision: str = "bf16") -> Machine:
     gpu = hardware.find(name)
     assert gpu is not None
-    return Machine(network.of(gpu, 8), compute.rates(gpu, precision))
+    return Machine(collectives.of(gpu, 8), compute.rates(gpu, precision))
 
 
 def step(layout: Layout, gpu: str = "h100", model: Shape = LLAMA_8B, **changes: Any) -> Step:
     given: dict[str, Any] = {"seq_len": 8192, "micro_batch": 1, "compute": "bf16", "device": "cuda", **changes}
-    return time.of_step(model, layout, Pass(**given), CLUSTERTRAIN, machine(gpu))
+    return step_time.of_step(model, layout, Pass(**given), CLUSTERTRAIN, machine(gpu))
 
 
 def block(tokens: int, tp: int = 1, model: Shape = LLAMA_8B, gpu: str = "h100", precision: str = "bf16") -> float:
@@ -119,7 +119,7 @@ def test_a_large_head_makes_the_other_stages_wait() -> None:
     layout = Layout(pp=4, schedule="1f1b", reshard_after_forward=False)
     run = Pass(8192, 1, grad_accum=16, compute="bf16", device="cuda")
     even, dealt = (
-        time.of_step(wide, layout, run, stack, machine()).bubble_s
+        step_time.of_step(wide, layout, run, stack, machine()).bubble_s
         for stack in (dataclasses.replace(CLUSTERTRAIN, even_stages=True), CLUSTERTRAIN)
     )
     assert even > 1.5 * dealt and dealt < 1.5 * piped().bubble_s
@@ -128,7 +128,7 @@ def test_a_large_head_makes_the_other_stages_wait() -> None:
 def test_gathering_again_in_each_micro_batch_sends_more_than_keeping() -> None:
     slow = Machine(dataclasses.replace(machine().network, fabric=1e9), machine().rates)  # nothing hides it
     again, kept = (
-        time.of_step(
+        step_time.of_step(
             LLAMA_8B,
             Layout(strategy=strategy, dp_shard=64, reshard_after_forward=strategy == "fsdp"),
             Pass(8192, 1, grad_accum=8, compute="bf16", device="cuda"),
@@ -185,7 +185,8 @@ def test_tensor_parallel_across_nodes_is_as_slow_as_their_network() -> None:
     one_port = Machine(dataclasses.replace(machine().network, fabric=50e9 / 8), machine().rates)
     run = Pass(8192, 1, compute="bf16", device="cuda")
     inside, across = (
-        time.of_step(LLAMA_8B, Layout(tp=tp, sequence_parallel=True), run, CLUSTERTRAIN, one_port) for tp in (8, 16)
+        step_time.of_step(LLAMA_8B, Layout(tp=tp, sequence_parallel=True), run, CLUSTERTRAIN, one_port)
+        for tp in (8, 16)
     )
     assert across.tensor_s > 5 * inside.tensor_s and across.step_s > inside.step_s
 
@@ -215,7 +216,9 @@ def test_a_tiny_model_waits_for_python_and_compiling_helps() -> None:
     fast, slow = (step(Layout(), gpu, model=tiny, seq_len=64) for gpu in ("b200", "a100"))
     assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.1)  # no GPU gets it done sooner
     run = Pass(64, 1, compute="bf16", device="cuda")
-    eager, fused = (time.of_step(tiny, Layout(), run, s, machine()) for s in (CLUSTERTRAIN, compiled(CLUSTERTRAIN)))
+    eager, fused = (
+        step_time.of_step(tiny, Layout(), run, s, machine()) for s in (CLUSTERTRAIN, compiled(CLUSTERTRAIN))
+    )
     assert fused.step_s < 0.7 * eager.step_s
 
 

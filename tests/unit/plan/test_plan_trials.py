@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import trials
+from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB
-from clustertrain.plan.trials import Measured, Search, Trial, on_ranks
+from clustertrain.plan.search import micro_batch
+from clustertrain.plan.search.micro_batch import Measured, Search, Trial, on_ranks
 
 DDP = Layout(strategy="ddp", dp_replicate=2)
 
@@ -86,21 +86,21 @@ def test_fewer_shards_do_not(layout: Layout, said: str) -> None:
 def test_the_rank_that_needs_most_and_the_slowest_one_count() -> None:
     search = Search(DDP, 16, 1)
     seen = [Measured(peak_bytes=GIB, step_s=2.0), Measured(peak_bytes=3 * GIB, step_s=1.0)]
-    trial = trials.judged(seen, search, search.batch(4, 100), 4.0)
+    trial = micro_batch.judged(seen, search, search.batch(4, 100), 4.0)
     assert trial.fits and trial.usable and (trial.peak_gib, trial.capacity_gib, trial.step_s) == (3.0, 4.0, 2.0)
     # 4 x 4 x 2 samples in two seconds on two ranks
     assert (trial.samples_per_s_per_gpu, trial.tokens_per_s_per_gpu) == (8.0, 800.0)
     seen = [Measured(peak_bytes=65 * GIB, allocated_bytes=60 * GIB, capacity_bytes=80 * GIB, step_s=1.0)]
-    trial = trials.judged(seen, search, search.batch(3, 0), 4.0)
+    trial = micro_batch.judged(seen, search, search.batch(3, 0), 4.0)
     assert (trial.outcome, trial.usable, trial.allocated_gib) == ("over the margin", False, 60.0)
     assert trial.tokens_per_s_per_gpu is None  # images
 
 
 def test_the_fastest_usable_one_that_fits_is_advised() -> None:
-    def row(m: int, speed: float | None, *, outcome: trials.Outcome = "fits", usable: bool = True) -> Trial:
+    def row(m: int, speed: float | None, *, outcome: micro_batch.Outcome = "fits", usable: bool = True) -> Trial:
         return Trial(micro_batch=m, outcome=outcome, usable=usable, samples_per_s_per_gpu=speed)
 
     rows = [row(1, 5.0), row(2, 9.0), row(4, 8.0), row(6, 20.0, usable=False), row(8, 30.0, outcome="over the margin")]
-    best = trials.advised(rows)
+    best = micro_batch.advised(rows)
     assert best is not None and best.micro_batch == 2
-    assert trials.advised([row(1, None, outcome="out of memory")]) is None
+    assert micro_batch.advised([row(1, None, outcome="out of memory")]) is None

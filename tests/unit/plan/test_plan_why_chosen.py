@@ -15,15 +15,15 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
-from clustertrain.plan import why_chosen
-from clustertrain.plan.decoder import Shape
+from clustertrain.plan.cost.model_shape import Shape
+from clustertrain.plan.explain import search_result
 from clustertrain.plan.planner import Plan, plan
-from clustertrain.plan.search import FAMILIES, Problem, search
+from clustertrain.plan.search.layouts import FAMILIES, Problem, search
 from tests.unit.plan.problems import LLAMA_8B, problem
 
 
 def said(of: Problem) -> dict[str, str]:
-    return dict(why_chosen.rejected(of, search(of)))
+    return dict(search_result.rejected(of, search(of)))
 
 
 def anything(rng: random.Random) -> Problem:
@@ -45,7 +45,7 @@ def test_every_kind_that_was_not_taken_has_a_number_against_it() -> None:
     for _ in range(60):
         any_problem = anything(rng)
         found = search(any_problem)
-        words = dict(why_chosen.rejected(any_problem, found))
+        words = dict(search_result.rejected(any_problem, found))
         taken = {found.best.family} if found.best else set()
         for kind in set(FAMILIES) - taken:
             if (kind == "single") == (any_problem.world == 1):
@@ -106,7 +106,7 @@ def test_what_the_user_has_excluded_is_not_explained() -> None:
     ids=["t4", "a100", "rtx-4090", "l4-fsdp"],
 )
 def test_the_number_of_gpus_that_is_named_does_and_a_node_less_does_not(of: Problem) -> None:
-    named = re.search(r"(\d+) nodes? of (\d+) x \((\d+) GPUs\)", why_chosen.way_out(of, "x"))
+    named = re.search(r"(\d+) nodes? of (\d+) x \((\d+) GPUs\)", search_result.way_out(of, "x"))
     assert named is not None
     nodes, per_node, gpus = (int(n) for n in named.groups())
     assert nodes * per_node == gpus and per_node == of.gpus_per_node
@@ -166,7 +166,7 @@ def test_the_change_that_is_named_makes_it_fit(request_: dict[str, Any], change:
 def test_two_things_that_were_asked_for_and_are_too_much_together_are_named_together() -> None:
     of = problem(LLAMA_8B, "a100", world=8, recompute="none", micro_batch=8, strategy="fsdp", tp=1, cp=1, pp=1)
     assert search(of).best is None
-    assert why_chosen.way_out(of, "a100").startswith(
+    assert search_result.way_out(of, "a100").startswith(
         "use train.micro_batch = 0 and parallel.activation_checkpointing = 'full'"
     )
     wanted = dataclasses.replace(of.wanted, micro_batch=0, recompute="full")

@@ -15,7 +15,7 @@ from clustertrain.config.model import ConvnetSpec, TwoTowerSpec
 from clustertrain.config.optim import OptimSpec, UnfreezeSpec
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.plan.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, modules, of_decoder, state_bytes
+from clustertrain.plan.cost.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, modules, of_decoder, state_bytes
 from clustertrain.train import models
 from clustertrain.train.mesh import Groups
 from clustertrain.train.model import Decoder

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.plan.counted import Counted, Unit
+from clustertrain.plan.cost.user_model import Counted, Unit
 from clustertrain.plan.layout import Layout
 from clustertrain.train import computation, models, shapes
 from clustertrain.train.context import RankContext

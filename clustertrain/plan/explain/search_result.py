@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.plan import search
 from clustertrain.plan.batch import nearest
+from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import amount, counted, gib
-from clustertrain.plan.memory import GIB
-from clustertrain.plan.search import (
+from clustertrain.plan.search import layouts
+from clustertrain.plan.search.layouts import (
     FAMILIES,
     HOPELESS,
     LARGEST_GROUP,
@@ -36,7 +36,7 @@ def chosen(best: Candidate, found: Found, gpu: str, asked: str) -> list[str]:
     said = [f"{what}: {amount(best.step_s)} s a step predicted, {gib(best.peak_gib)} a rank on {gpu}"]
     fastest = min(found.fitting, key=lambda c: c.step_s)
     gain = best.step_s / fastest.step_s - 1
-    if gain >= _SHOWN and search.kinds(fastest.layout) != search.kinds(best.layout):
+    if gain >= _SHOWN and layouts.kinds(fastest.layout) != layouts.kinds(best.layout):
         said.append(
             f"{brief(fastest)} would be {gain:.1%} faster; each further kind of parallelism has to earn {SIMPLER:.0%}, "
             "since the prediction is not better than that and the simpler layout is easier to run"
@@ -176,7 +176,7 @@ def _fits_on(problem: Problem, nodes: int) -> bool:
         return False  # nothing shards further than over all ranks
     wanted = dataclasses.replace(problem.wanted, dp_replicate=0, dp_shard=0)
     whole = -(-problem.global_batch // world) * world
-    return search.search(dataclasses.replace(problem, world=world, global_batch=whole, wanted=wanted)).best is not None
+    return layouts.search(dataclasses.replace(problem, world=world, global_batch=whole, wanted=wanted)).best is not None
 
 
 def _least_nodes(problem: Problem, enough: int) -> int:
@@ -226,5 +226,5 @@ def _changes(problem: Problem) -> Iterator[str]:
     )
     for words, change in tries:
         changed = dataclasses.replace(problem, **change)
-        if changed != problem and search.search(changed).best:
+        if changed != problem and layouts.search(changed).best:
             yield words

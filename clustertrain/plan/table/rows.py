@@ -15,12 +15,12 @@ from clustertrain.config import fabrics, hardware
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.errors import ConfigError
-from clustertrain.plan import network, stack
-from clustertrain.plan.activations import Pass
 from clustertrain.plan.batch import divisors
-from clustertrain.plan.decoder import Shape
+from clustertrain.plan.cost import collectives, frameworks
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.frameworks import Stack
+from clustertrain.plan.cost.model_shape import Shape
 from clustertrain.plan.layout import Layout, Strategy
-from clustertrain.plan.stack import Stack
 
 DEFAULT_SEQ, DEFAULT_VOCAB = 2048, 50_304
 LARGEST, MOST_LAYERS = 1e9, 10_000  # of any number, beyond which a cell is a mistake
@@ -70,8 +70,8 @@ class Row:
         return max(1, round(self.global_batch / (micro * self.layout.data_parallel)))
 
     @property
-    def network(self) -> network.Network:
-        return network.of(self.gpu, self.gpus_per_node, self.fabric_gb_s)
+    def network(self) -> collectives.Network:
+        return collectives.of(self.gpu, self.gpus_per_node, self.fabric_gb_s)
 
     def pass_of(self) -> Pass:
         return Pass(
@@ -100,7 +100,7 @@ def number(row: Mapping[str, str], name: str, default: float = 0.0) -> float:
 def read(row: Mapping[str, str]) -> Row:
     """Raises ConfigError: the GPU type is not known, a cell is no number, or the degrees contradict each other."""
     text = f"{row.get('source', '')} {row.get('note', '')}"
-    found = _variant(row, stack.find(text))
+    found = _variant(row, frameworks.find(text))
     gpu = gpu_of(row)
     compiled = (row.get("compile") or "no").strip().lower() not in ("no", "")
     layout = layout_of(row, found)
@@ -114,7 +114,7 @@ def read(row: Mapping[str, str]) -> Row:
         recompute=_recompute(row),
         precision=_precision(row),
         compiled=compiled,
-        stack=stack.compiled(found) if compiled else found,
+        stack=frameworks.compiled(found) if compiled else found,
         gpu=gpu,
         capacity_gib=number(row, "gpu_mem_gib") or gpu.capacity_gib,
         gpus_per_node=_gpus_per_node(row, gpu),
@@ -128,7 +128,7 @@ def _variant(row: Mapping[str, str], found: Stack) -> Stack:
     """The framework with what the row says of its options: sequence parallel, the kind of ZeRO, fp32 gradients."""
     kind, note = (row.get("fsdp_or_zero") or "").strip(), row.get("note") or ""
     if kind.startswith("zero") and found.name == "transformers":
-        found = stack.named("deepspeed")
+        found = frameworks.named("deepspeed")
     if re.search(r"no sequence parallel|no SP\b", note):
         found = replace(found, sequence_parallel=False)
     elif re.search(r"sequence parallel on|SP on|SP \+", note):
@@ -138,7 +138,7 @@ def _variant(row: Mapping[str, str], found: Stack) -> Stack:
     if kind == "hier_zero1":
         found = replace(found, zero_group=int(number(row, "dp")) // max(1, int(number(row, "hsdp_replicate", 1))))
     if "Liger" in note:
-        found = stack.with_liger(found)
+        found = frameworks.with_liger(found)
     return replace(found, shards_gradients=kind in ("zero2", "zero2_like"))
 
 

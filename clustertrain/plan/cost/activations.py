@@ -12,10 +12,10 @@ from functools import cache
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Precision
-from clustertrain.plan import pipeline
-from clustertrain.plan.decoder import Decoder
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Stack
+from clustertrain.plan.cost.model_shape import Decoder
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.stack import CLUSTERTRAIN, Stack
 
 SINGLE = Layout()
 _HALF = ("bf16", "fp16", "fp8")  # around fp8 matmuls everything is bf16
@@ -63,8 +63,8 @@ def parts(model: Decoder, layout: Layout, micro_batches: int, *, even: bool = Fa
     """
     if layout.pp == 1:
         return [Part(model.layers)]
-    first, last = pipeline.in_flight(layout, micro_batches)
-    early, final = dealt(model, pipeline.stages(layout))
+    first, last = pipeline_schedules.in_flight(layout, micro_batches)
+    early, final = dealt(model, pipeline_schedules.stages(layout))
     if even:
         share = -(-model.layers // layout.pp)
         return [Part(share, head=False, in_flight=first), Part(share, embedding=False, in_flight=last)]

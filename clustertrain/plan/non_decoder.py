@@ -5,9 +5,9 @@ from __future__ import annotations
 from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan.batch import nearest
+from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, Memory
+from clustertrain.plan.cost.optimizer_state import BY_SHAPE, state_bytes
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.memory import GIB, GRAD_BYTES, WEIGHT_BYTES, Memory
-from clustertrain.plan.optimizer_state import BY_SHAPE, state_bytes
 
 LARGEST_MICRO_BATCH = 32  # samples, where it is not known what a larger one needs
 

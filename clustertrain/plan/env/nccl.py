@@ -20,7 +20,7 @@ from collections.abc import Collection
 import msgspec
 
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.plan import fabric
+from clustertrain.plan.env import interfaces
 
 # Names by which the user has decided the same thing: a former name of it, or a choice that ours would contradict.
 _DECIDED_BY = {
@@ -83,7 +83,7 @@ def of_node(
         )
     if several_nodes:
         found.update(_network(device, facts, towards))
-        index = fabric.gid_index(facts)
+        index = interfaces.gid_index(facts)
         # Not from a profile: one GID table is no evidence for the next node's.
         if device == "cuda" and index is not None:
             found["NCCL_IB_GID_INDEX"] = Setting(*index)
@@ -92,14 +92,14 @@ def of_node(
 
 def _network(device: str, facts: NodeFacts, towards: str) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
-    interface = fabric.interface(facts, towards)
+    interface = interfaces.interface(facts, towards)
     if interface is not None:
         found["GLOO_SOCKET_IFNAME"] = Setting(*interface)
     if device == "cuda":
         if interface is not None:
             # "=": without it the name is a prefix, and eth1 means eth10 too.
             found["NCCL_SOCKET_IFNAME"] = Setting(f"={interface.value}", interface.reason)
-        ports = fabric.hcas(facts)
+        ports = interfaces.hcas(facts)
         if ports is not None:
             found["NCCL_IB_HCA"] = Setting(*ports)
     return found

@@ -1,7 +1,7 @@
 """What a training framework makes of the same layout: bytes a parameter, kernels, overlap. Data, with sources.
 
 ``CLUSTERTRAIN`` is the built-in trainer. The others are there because published configurations name them: a table's
-row is predicted as what it was run with (:mod:`clustertrain.plan.rows`).
+row is predicted as what it was run with (:mod:`clustertrain.plan.table.rows`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from clustertrain.config.optim import OptimSpec
-from clustertrain.plan.optimizer_state import GATHER_BYTES, WHOLE, State
+from clustertrain.plan.cost.optimizer_state import GATHER_BYTES, WHOLE, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ _OLD_MEGATRON = replace(
 )
 
 # The first whose words occur wins. Bytes: the frameworks' documentation; traffic, host_s and tp_hidden are set with the
-# constants of plan/compute.py.
+# constants of plan/cost/compute.py.
 STACKS: tuple[Stack, ...] = (
     # AdamW without fused kernels makes two lists of temporaries.
     Stack(name="transformers", words=r"QwenLM", update_bytes=8, traffic=1.5, host_s=4.0e-3),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clustertrain.plan import compute, pipeline
-from clustertrain.plan.activations import Pass, dealt
-from clustertrain.plan.compute import FITTED, Constants, Rates
-from clustertrain.plan.decoder import Decoder
+from clustertrain.plan import pipeline_schedules
+from clustertrain.plan.cost import compute
+from clustertrain.plan.cost.activations import Pass, dealt
+from clustertrain.plan.cost.collectives import PCIE_GB_S, Network
+from clustertrain.plan.cost.compute import FITTED, Constants, Rates
+from clustertrain.plan.cost.frameworks import Stack
+from clustertrain.plan.cost.model_shape import Decoder
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.network import PCIE_GB_S, Network
-from clustertrain.plan.stack import Stack
 
 UPDATE_BYTES = 30.0  # AdamW reads weight, gradient and two moments and writes three of them, and the 16-bit copy
 # Shares that show beside what runs meanwhile, by eye: a ring's sends beside attention, replicas' all-reduces beside the
@@ -124,7 +125,7 @@ def core_of(
     return Core(
         compute_s=slower * m * (done + head / pp),
         recompute_s=slower * m * blocks * redo,
-        bubble_s=slower * (pipeline.waiting(layout, m) * one + m * late),
+        bubble_s=slower * (pipeline_schedules.waiting(layout, m) * one + m * late),
         tensor_s=slower * m * blocks * tensor,
         context_s=slower * m * blocks * context,
         pipeline_s=slower * m * sends,
@@ -155,7 +156,7 @@ def _imbalance(model: Decoder, layout: Layout, block: float, head: float, stack:
     average = (model.layers * block + head) / layout.pp
     if stack.even_stages:
         return model.layers / layout.pp * block + head - average
-    early, final = dealt(model, pipeline.stages(layout))
+    early, final = dealt(model, pipeline_schedules.stages(layout))
     others = layout.virtual_stages - 1
     slowest = max((others + 1) * early * block, (others * early + final) * block + head)
     return max(0.0, slowest - average)

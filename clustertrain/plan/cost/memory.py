@@ -1,17 +1,17 @@
 """Bytes a rank needs, from the shapes of the model: formulas, nothing measured on the cluster.
 
 Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
-PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in :mod:`clustertrain.plan.activations`.
+PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in :mod:`clustertrain.plan.cost.activations`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from clustertrain.plan.activations import Part, Pass, activation_bytes, logits_bytes, parts
-from clustertrain.plan.decoder import Decoder
+from clustertrain.plan.cost.activations import Part, Pass, activation_bytes, logits_bytes, parts
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN, Stack
+from clustertrain.plan.cost.model_shape import Decoder
 from clustertrain.plan.layout import Layout
-from clustertrain.plan.stack import CLUSTERTRAIN, Stack
 
 GIB = 1024**3
 # What a search lets a rank need of its memory.

@@ -13,7 +13,7 @@ from clustertrain.config.module_patterns import fits, near
 from clustertrain.config.optim import OptimizerName, OptimSpec
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError
-from clustertrain.plan.decoder import Decoder
+from clustertrain.plan.cost.model_shape import Decoder
 from clustertrain.plan.layout import Layout
 
 WHOLE: frozenset[OptimizerName] = frozenset(

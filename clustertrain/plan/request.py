@@ -10,18 +10,18 @@ from clustertrain.config import presets
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import RunSpec
 from clustertrain.plan import batch as batches
-from clustertrain.plan import checks, kinds, pipeline
-from clustertrain.plan import counted as counts
-from clustertrain.plan import memory as memories
-from clustertrain.plan import optimizer_state as states
-from clustertrain.plan import stack as stacks
-from clustertrain.plan.activations import Pass
-from clustertrain.plan.counted import Counted
+from clustertrain.plan import checks, non_decoder, pipeline_schedules
+from clustertrain.plan.cost import frameworks as stacks
+from clustertrain.plan.cost import memory as memories
+from clustertrain.plan.cost import optimizer_state as states
+from clustertrain.plan.cost import user_model as counts
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
+from clustertrain.plan.cost.hardware_rates import gpu_of, machine_of
+from clustertrain.plan.cost.memory import SAFE_FRACTION, Memory
+from clustertrain.plan.cost.user_model import Counted
 from clustertrain.plan.layout import SHARDED, Batch, Layout, Strategy, data_degrees
-from clustertrain.plan.machine import gpu_of, machine_of
-from clustertrain.plan.memory import SAFE_FRACTION, Memory
-from clustertrain.plan.search import Problem, Wanted
-from clustertrain.plan.stack import CLUSTERTRAIN
+from clustertrain.plan.search.layouts import Problem, Wanted
 
 ASSUMED_GIB = 16.0  # where the GPU is not known: the smallest memory of the data-centre GPUs in use
 ASSUMED_CPU_GIB = 4.0  # a rank's share of a host's memory
@@ -126,7 +126,7 @@ class Given:
         if self.decoder is not None:
             checks.of_model(self.decoder, self.spec.recipe.data.seq_len, parallel, layout)
         elif self.spec.script is None:
-            kinds.whole(self.spec.recipe.model, layout)
+            non_decoder.whole(self.spec.recipe.model, layout)
         if self.spec.script is None:
             states.refuse(self.spec.recipe.optim, layout, self.kind, self.device)
         return layout
@@ -186,7 +186,7 @@ class Given:
         train = self.spec.recipe.train
         # Of a pipeline every schedule runs a multiple of its ranks.
         return train.global_batch or batches.default_global_batch(
-            layout.data_parallel * (train.micro_batch or kinds.group(self.spec.recipe.model)) * layout.pp,
+            layout.data_parallel * (train.micro_batch or non_decoder.group(self.spec.recipe.model)) * layout.pp,
             self.least_batch,
         )
 
@@ -201,22 +201,22 @@ class Given:
         if self.own is not None:
             return counts.memory(self.own, layout, self.pass_of(layout, micro_batch), self.capacity)
         if self.decoder is None:
-            return kinds.states(self.spec.recipe, layout, self.capacity)
+            return non_decoder.states(self.spec.recipe, layout, self.capacity)
         return memories.of_rank(self.decoder, layout, self.pass_of(layout, micro_batch), self.capacity, self.stack)
 
     def split_and_need(self, layout: Layout) -> tuple[Batch, float]:
         """The batch split under ``layout`` and the peak in GiB that goes with it."""
         recipe, whole = self.spec.recipe, self.global_batch(layout)
         batches.check_divides(whole, layout.data_parallel, recipe.train.micro_batch)
-        kinds.check_groups(recipe.model, whole, recipe.train.micro_batch, layout.data_parallel)
-        share, group = whole // layout.data_parallel, kinds.group(recipe.model)
+        non_decoder.check_groups(recipe.model, whole, recipe.train.micro_batch, layout.data_parallel)
+        share, group = whole // layout.data_parallel, non_decoder.group(recipe.model)
 
         def need(micro_batch: int) -> float:
             return self.memory(layout, micro_batch).peak_gib or 0.0
 
         def fits(micro_batch: int) -> bool:
             if self.decoder is None:
-                return micro_batch <= kinds.LARGEST_MICRO_BATCH
+                return micro_batch <= non_decoder.LARGEST_MICRO_BATCH
             return need(micro_batch) <= self.limit
 
         split = batches.split(
@@ -225,8 +225,10 @@ class Given:
             recipe.tokens_per_sample,
             micro_batch=recipe.train.micro_batch,
             fits=fits,
-            why_not=lambda n: pipeline.why_not(layout, n) or ("it splits a group" if share // n % group else ""),
-            enough=pipeline.enough(layout),
+            why_not=lambda n: (
+                pipeline_schedules.why_not(layout, n) or ("it splits a group" if share // n % group else "")
+            ),
+            enough=pipeline_schedules.enough(layout),
             way_out="parallel.schedule = 'gpipe'" if layout.pp > 1 and recipe.parallel.virtual_stages < 2 else "",
         )
         return split, need(split.micro_batch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from clustertrain.config.hardware import GpuType
 
 # Of the data sheet's bandwidth, at the sizes of training's messages: at 16 GiB A100 and H200 reach 235 of 300 and 368
-# of 450 GB/s (stas00/ml-engineering). Set, like the latencies, with the constants of plan/compute.py.
+# of 450 GB/s (stas00/ml-engineering). Set, like the latencies, with the constants of plan/cost/compute.py.
 LINK_EFFICIENCY, FABRIC_EFFICIENCY = 0.72, 0.9
 PCIE_GB_S = 25.0  # PCIe 4 x16, 31.5 GB/s in one direction, shared among the GPUs of a switch
 LAUNCH_S = 70e-6  # of one collective, with the waiting for each other that it begins with

@@ -7,7 +7,7 @@ from clustertrain.config.contract import ContractSpec
 from clustertrain.config.data import DataSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec, Precision, Recipe
-from clustertrain.plan import pipeline
+from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.layout import Batch, Layout, counted
 
 
@@ -95,10 +95,13 @@ def of_unseen_model(layout: Layout, whose: str, *, counted: bool = False) -> lis
 def of_bubble(layout: Layout, batch: Batch, *, fastest: bool = False) -> list[str]:
     """Where a pipeline has too few micro-batches to be well filled.
     ``fastest``: smaller ones are slower, as a search has found."""
-    micro_batches, enough = batch.grad_accum, pipeline.enough(layout)
+    micro_batches, enough = batch.grad_accum, pipeline_schedules.enough(layout)
     if layout.pp == 1 or micro_batches >= enough:
         return []
-    idle, then = pipeline.bubble_fraction(layout, micro_batches), pipeline.bubble_fraction(layout, enough)
+    idle, then = (
+        pipeline_schedules.bubble_fraction(layout, micro_batches),
+        pipeline_schedules.bubble_fraction(layout, enough),
+    )
     cost = "leave a bubble" if idle is None else f"leave a bubble of {idle:.0%} of the step"
     smaller = " or a smaller train.micro_batch" if batch.micro_batch > 1 and not fastest else ""
     return [

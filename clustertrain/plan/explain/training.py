@@ -9,9 +9,10 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.objective import ObjectiveSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.plan import optimizer_state, rates
+from clustertrain.plan import lr_schedule
+from clustertrain.plan.cost import optimizer_state
+from clustertrain.plan.cost.optimizer_state import State
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.plan.optimizer_state import State
 
 
 def words(spec: RunSpec, layout: Layout, state: State | None) -> dict[str, str]:
@@ -64,7 +65,7 @@ def _cross_entropy(spec: ObjectiveSpec) -> str:
 def _schedule(recipe: Recipe) -> str:
     """With the rates that the trainer sets: the first ones, the peak, the last one."""
     spec, total, peak = recipe.schedule, recipe.train.steps, recipe.optim.lr
-    end = f"{rates.rate(spec, total, total, peak=peak):.4g}"
+    end = f"{lr_schedule.rate(spec, total, total, peak=peak):.4g}"
     warmup = spec.warmup(total)
     start = f"up to {peak:g} in {warmup} steps" if warmup > 1 else f"{peak:g} from the first step"
     then = {
@@ -72,11 +73,11 @@ def _schedule(recipe: Recipe) -> str:
         "linear": f"{start}, then down to {end}",
         "constant": start,
         "wsd": f"{start}, constant, and down to {end} in the last {spec.cooldown(total)}",
-        "step": f"{start}, times {spec.gamma:g} after {_listed(rates.milestones(spec, total))}, {end} at the end",
+        "step": f"{start}, times {spec.gamma:g} after {_listed(lr_schedule.milestones(spec, total))}, {end} at the end",
         "plateau": f"{start}, times {spec.factor:g} after more than {counted(spec.patience, 'evaluation')} without "
         f"a better {recipe.deciding_metric}, not below {peak * spec.floor:.4g}",
-        "one-cycle": f"from {rates.rate(spec, 1, total, peak=peak):.4g} up to {peak:g} at "
-        f"{rates.top_step(spec, total)}, down to {end}",
+        "one-cycle": f"from {lr_schedule.rate(spec, 1, total, peak=peak):.4g} up to {peak:g} at "
+        f"{lr_schedule.top_step(spec, total)}, down to {end}",
     }[spec.kind]
     return f"{spec.kind} over {counted(total, 'step')}: {then}"
 

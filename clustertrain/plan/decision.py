@@ -7,12 +7,13 @@ import dataclasses
 import msgspec
 
 from clustertrain.plan import batch as batches
-from clustertrain.plan import explain, notes, search, why_chosen
-from clustertrain.plan.given import Given
+from clustertrain.plan.cost.memory import Memory
+from clustertrain.plan.cost.step_time import Step
+from clustertrain.plan.explain import decision, search_result, warnings
 from clustertrain.plan.layout import Batch, Layout, Strategy, gib
-from clustertrain.plan.memory import Memory
-from clustertrain.plan.search import Candidate, Found, Problem
-from clustertrain.plan.time import Step
+from clustertrain.plan.request import Given
+from clustertrain.plan.search import layouts
+from clustertrain.plan.search.layouts import Candidate, Found, Problem
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -39,40 +40,40 @@ class Choice:
         """For the built-in trainer, whose model is known."""
         given = self.given
         wanted, why = given.wanted()
-        self.warnings += explain.gpu(given)
+        self.warnings += decision.gpu(given)
         problem = given.problem(wanted)
         if problem is not None:
             self._by_search(problem, wanted, why)
         elif wanted is not None or given.decoder is None:
             layout = given.layout_of(wanted or "ddp")
             named = why or "ddp: the memory of this model is not estimated; --layout fsdp shards it"
-            self._take(layout, named if layout.strategy == (wanted or "ddp") else explain.single(given))
+            self._take(layout, named if layout.strategy == (wanted or "ddp") else decision.single(given))
         else:
             self._by_memory()
-        explain.batch(self)
-        explain.layout(self)
+        decision.batch(self)
+        decision.layout(self)
         if problem is None or given.pp > 1:  # a pipeline that the search has taken by itself is worth its bubble
             fastest = problem is not None and not given.spec.recipe.train.micro_batch
-            self.warnings += notes.of_bubble(self.layout, self.batch, fastest=fastest)
-        explain.count(self)
-        explain.memory(self)
+            self.warnings += warnings.of_bubble(self.layout, self.batch, fastest=fastest)
+        decision.count(self)
+        decision.memory(self)
 
     def decide_for_script(self) -> None:
         wanted, why = self.given.wanted()
         self.layout = self.given.layout_of(wanted or "ddp")
         if self.layout.strategy == "single":
-            why = explain.single(self.given)
+            why = decision.single(self.given)
         elif wanted is None:
             why = "ddp: the model of a script is not known before it runs; --layout fsdp shards it"
         self.reasons.append(why)
-        explain.layout(self)
+        decision.layout(self)
 
     # -- by memory alone: no rates are known
 
     def _by_memory(self) -> None:
         replicas = self.given.layout_of("ddp")
         if replicas.gradient_ranks == 1:
-            self._take(replicas, explain.single(self.given))
+            self._take(replicas, decision.single(self.given))
             return
         split, need = self.given.split_and_need(replicas)
         limit = self.given.limit_in_words()
@@ -80,7 +81,7 @@ class Choice:
         if need <= self.given.limit:
             self._take(replicas, f"{name}: {gib(need)} a rank is within {limit}, and it communicates least")
             self.rejected.append(
-                Rejected("fsdp", f"not needed: a replica needs {gib(need)}{explain.fsdp_sends(replicas)}")
+                Rejected("fsdp", f"not needed: a replica needs {gib(need)}{decision.fsdp_sends(replicas)}")
             )
             return
         why = f"a replica needs {gib(need)} a rank at micro_batch {split.micro_batch}, more than {limit}"
@@ -104,18 +105,20 @@ class Choice:
         if strategy is not None or given.degrees_given():
             checked = given.layout_of(strategy or "fsdp")  # refuses what cannot be
             batches.check_divides(problem.global_batch, checked.data_parallel, given.spec.recipe.train.micro_batch)
-        found = search.search(problem)
+        found = layouts.search(problem)
         if found.best is None:  # then nearer to the border than one should go
-            found = search.search(dataclasses.replace(problem, limit_gib=given.capacity or given.limit))
+            found = layouts.search(dataclasses.replace(problem, limit_gib=given.capacity or given.limit))
         if found.best is None:
             self._nothing_fits(problem, found, strategy, why)
             return
         self.found = found
         self._take_candidate(found.best)
         single = found.best.layout.strategy == "single" and (given.world == 1 or given.degrees_given())
-        self.reasons += why_chosen.chosen(found.best, found, given.gpu_name, explain.single(given) if single else why)
-        self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
-        self.warnings += why_chosen.narrowed(problem, found.best)
+        self.reasons += search_result.chosen(
+            found.best, found, given.gpu_name, decision.single(given) if single else why
+        )
+        self.rejected += [Rejected(kind, said) for kind, said in search_result.rejected(problem, found)]
+        self.warnings += search_result.narrowed(problem, found.best)
 
     def _nothing_fits(self, problem: Problem, found: Found, strategy: Strategy | None, why: str) -> None:
         least = min(found.smallest, key=lambda c: c.peak_gib, default=None)
@@ -125,8 +128,8 @@ class Choice:
         self._take_candidate(least)
         self.step = None  # how fast it would be does not matter
         self.reasons.append(f"{why or least.layout.words()}: nothing fits; this needs least")
-        self.rejected += [Rejected(kind, said) for kind, said in why_chosen.rejected(problem, found)]
-        self.way_out = why_chosen.way_out(problem, self.given.gpu_name)
+        self.rejected += [Rejected(kind, said) for kind, said in search_result.rejected(problem, found)]
+        self.way_out = search_result.way_out(problem, self.given.gpu_name)
 
     def _take_candidate(self, best: Candidate) -> None:
         self.layout, self.step = best.layout, best.step

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from clustertrain.errors import ConfigError
-from clustertrain.plan import compute, memory, rows, search, time
-from clustertrain.plan.compute import FITTED, Constants
-from clustertrain.plan.decoder import attention_flops, matmul_parameters
-from clustertrain.plan.memory import GIB, Memory
-from clustertrain.plan.rows import Row
-from clustertrain.plan.time import Step
+from clustertrain.plan.cost import compute, memory, step_time
+from clustertrain.plan.cost.compute import FITTED, Constants
+from clustertrain.plan.cost.memory import GIB, Memory
+from clustertrain.plan.cost.model_shape import attention_flops, matmul_parameters
+from clustertrain.plan.cost.step_time import Step
+from clustertrain.plan.search import layouts
+from clustertrain.plan.table import rows
+from clustertrain.plan.table.rows import Row
 
 # From the least that is redone; what a row does not state takes the first that fits.
 RECOMPUTES = ("none", "selective_attn", "selective_op", "full")
@@ -135,8 +137,8 @@ def completed(row: Mapping[str, str]) -> Row:
 
 def step_of(row: Row, constants: Constants = FITTED) -> Step:
     layout = msgspec.structs.replace(row.layout, activation_checkpointing=row.recompute or "none")
-    machine = time.Machine(row.network, compute.rates(row.gpu, row.precision, constants))
-    return time.of_step(row.shape, layout, row.pass_of(), row.stack, machine, constants)
+    machine = step_time.Machine(row.network, compute.rates(row.gpu, row.precision, constants))
+    return step_time.of_step(row.shape, layout, row.pass_of(), row.stack, machine, constants)
 
 
 def tokens_per_s(row: Row, step: Step) -> float:
@@ -205,7 +207,7 @@ def _filled(row: Row, constants: Constants) -> tuple[Row, list[str]]:
 
 def _with_layout(row: Row) -> tuple[Row, str]:
     """Raises ConfigError: no layout of so many GPUs has room for the model."""
-    problem = search.Problem(
+    problem = layouts.Problem(
         model=row.shape,
         world=row.gpus,
         gpus_per_node=row.gpus_per_node,
@@ -213,16 +215,16 @@ def _with_layout(row: Row) -> tuple[Row, str]:
         global_batch=row.global_batch or row.gpus * max(1, row.micro_batch),
         compute=row.pass_of().compute,
         parallel=rows.RING,
-        machine=time.Machine(row.network, compute.rates(row.gpu, row.precision)),
+        machine=step_time.Machine(row.network, compute.rates(row.gpu, row.precision)),
         stack=row.stack,
         limit_gib=memory.SAFE_FRACTION * row.capacity_gib,
-        wanted=search.Wanted(
+        wanted=layouts.Wanted(
             micro_batch=row.micro_batch,
             recompute=row.recompute if row.recompute == "full" else "",
             cp=1 if row.seq_len <= LONG else 0,
         ),
     )
-    best = search.search(problem).best
+    best = layouts.search(problem).best
     if best is None:
         raise ConfigError(f"the layout is not stated, and none of {row.gpus} GPUs has room for the model")
     chosen = replace(

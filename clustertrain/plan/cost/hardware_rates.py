@@ -7,8 +7,8 @@ from dataclasses import replace
 from clustertrain.config import fabrics, hardware
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.hardware import GpuType
-from clustertrain.plan import compute, network
-from clustertrain.plan.time import Machine
+from clustertrain.plan.cost import collectives, compute
+from clustertrain.plan.cost.step_time import Machine
 
 # Training's messages are smaller than those of a bandwidth measurement: 0.72 of an A100's links against 0.78.
 SMALLER = 0.92
@@ -36,7 +36,7 @@ def fabric_of(profile: ClusterProfile, gpus_per_node: int) -> float:
 
 def machine_of(gpu: GpuType, gpus_per_node: int, precision: str, profile: ClusterProfile) -> Machine:
     """``precision``: one of the recipe's. A measured matmul rate counts for 16 bit and scales what rests on it."""
-    rates, found = compute.rates(gpu, precision), network.of(gpu, gpus_per_node, fabric_of(profile, gpus_per_node))
+    rates, found = compute.rates(gpu, precision), collectives.of(gpu, gpus_per_node, fabric_of(profile, gpus_per_node))
     measured = profile.measured
     if measured is not None and (profile.gpu is gpu or hardware.find(measured.device) is gpu):
         if measured.node_bus_gb_s:

@@ -14,14 +14,15 @@ import msgspec
 
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Precision
-from clustertrain.plan import memory, pipeline, time
-from clustertrain.plan.activations import Pass, activation_bytes, logits_bytes
+from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.batch import divisors
-from clustertrain.plan.decoder import Decoder
+from clustertrain.plan.cost import memory, step_time
+from clustertrain.plan.cost.activations import Pass, activation_bytes, logits_bytes
+from clustertrain.plan.cost.frameworks import Stack
+from clustertrain.plan.cost.memory import Memory
+from clustertrain.plan.cost.model_shape import Decoder
+from clustertrain.plan.cost.step_time import Core, Machine, Step, Work
 from clustertrain.plan.layout import Layout, Strategy
-from clustertrain.plan.memory import Memory
-from clustertrain.plan.stack import Stack
-from clustertrain.plan.time import Core, Machine, Step, Work
 
 # What two predictions differ by means little below the model's own error (docs/planner.md): another kind of parallelism
 # has to earn SIMPLER, another degree or way to shard TIE.
@@ -194,17 +195,17 @@ class _Search:
                 schedule=schedule, virtual_stages=virtual, activation_checkpointing=mode,
             )
             for mode in ([wanted.recompute] if wanted.recompute else RECOMPUTES)
-            if mode != "selective" or schedule not in pipeline.TWO_PART_BACKWARD
+            if mode != "selective" or schedule not in pipeline_schedules.TWO_PART_BACKWARD
         ]  # fmt: skip
         if not layouts:
             return
         for micro in [wanted.micro_batch] if wanted.micro_batch else _micro_batches(share):
-            if share % micro or pipeline.why_not(layouts[0], share // micro):
+            if share % micro or pipeline_schedules.why_not(layouts[0], share // micro):
                 continue
             run = self._pass(layouts[0], micro, share // micro)
             work = self._work(layouts[0], run)
             for layout in layouts:
-                core = time.core_of(problem.model, layout, run, problem.stack, problem.machine, work)
+                core = step_time.core_of(problem.model, layout, run, problem.stack, problem.machine, work)
                 yield _Way(layout, run, core)
 
     def _shard(self, way: _Way) -> None:
@@ -252,7 +253,7 @@ class _Search:
         run = dataclasses.replace(way.run, autocast=False) if layout.fully_sharded else way.run
         for defer in self._reductions(layout, run):
             tried = msgspec.structs.replace(layout, defer_reduction=defer)
-            step = time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
+            step = step_time.with_data(way.core, problem.model, tried, run, problem.stack, problem.machine)
             alike = _alike(layout, layout.strategy)
             better = min((1 + TIE) * self.alike.get(alike, math.inf), known.step_s if known else math.inf)
             if step.step_s >= better:
@@ -281,7 +282,7 @@ class _Search:
         problem, wanted = self.problem, self.problem.wanted
         share = candidate.run.micro_batch * candidate.run.grad_accum
         micro = wanted.micro_batch or min(
-            m for m in divisors(share) if not pipeline.why_not(candidate.layout, share // m)
+            m for m in divisors(share) if not pipeline_schedules.why_not(candidate.layout, share // m)
         )
         run = dataclasses.replace(candidate.run, micro_batch=micro, grad_accum=share // micro)
         layout = msgspec.structs.replace(
@@ -309,7 +310,7 @@ class _Search:
         key = (layout.tp, layout.cp, run.micro_batch)
         if key not in self.work:
             problem = self.problem
-            self.work[key] = time.work_of(problem.model, layout, run, problem.stack, problem.machine.rates)
+            self.work[key] = step_time.work_of(problem.model, layout, run, problem.stack, problem.machine.rates)
         return self.work[key]
 
     def found(self) -> Found:
@@ -381,7 +382,7 @@ def _schedules(problem: Problem, pp: int) -> list[tuple[str | None, int]]:
     if pp == 1:
         return [(None, 1)]
     layers, split = problem.model.layers, problem.parallel.split
-    if wanted.schedule in pipeline.TWO_PART_BACKWARD and problem.parallel.compile:
+    if wanted.schedule in pipeline_schedules.TWO_PART_BACKWARD and problem.parallel.compile:
         return []  # plan/checks.py says why
     if wanted.schedule:
         virtual = wanted.virtual_stages or 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clustertrain.config.hardware import GpuType
-from clustertrain.plan.decoder import Decoder
-from clustertrain.plan.stack import Stack
+from clustertrain.plan.cost.frameworks import Stack
+from clustertrain.plan.cost.model_shape import Decoder
 
 
 @dataclass(frozen=True)

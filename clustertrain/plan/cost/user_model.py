@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from clustertrain.plan.activations import Pass
+from clustertrain.plan.cost.activations import Pass
+from clustertrain.plan.cost.memory import GIB, GRAD_BYTES, Memory, overhead_bytes
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.plan.memory import GIB, GRAD_BYTES, Memory, overhead_bytes
 
 
 class Unit(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ def memory(model: Counted, layout: Layout, run: Pass, capacity_gib: float | None
 
 
 def _gathered_bytes(model: Counted, layout: Layout, run: Pass) -> tuple[float, float]:
-    """Whole parameters and gradients at the peak of a sharded rank, as :mod:`clustertrain.plan.memory` counts those of
+    """Whole parameters and gradients at the peak of a sharded rank, as :mod:`clustertrain.plan.cost.memory` counts those of
     the decoder: what is in no unit, and the running and the prefetched unit, or all that stay gathered. A model without
     units is gathered as one."""
     in_units = sum(u.parameters for u in model.units)

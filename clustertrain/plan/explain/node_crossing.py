@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from clustertrain.config import hardware
 from clustertrain.config.hardware import GpuType
 from clustertrain.config.recipe import ModelSpec
-from clustertrain.plan.activations import Pass
+from clustertrain.plan.cost.activations import Pass
 from clustertrain.plan.layout import Layout
 
 # Where the GPU is not known, for an order of magnitude.

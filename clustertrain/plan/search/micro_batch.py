@@ -11,9 +11,9 @@ import msgspec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import batch as batches
-from clustertrain.plan import kinds, pipeline
+from clustertrain.plan import non_decoder, pipeline_schedules
+from clustertrain.plan.cost.memory import GIB, SAFE_FRACTION
 from clustertrain.plan.layout import Batch, Layout, counted
-from clustertrain.plan.memory import GIB, SAFE_FRACTION
 from clustertrain.plan.planner import Plan
 
 LARGEST_FREE = 256  # sequences a rank, where the recipe names no global batch that would end the search
@@ -73,7 +73,7 @@ class Search:
             return False
         if not self.share:
             return True
-        return self.share % micro_batch == 0 and not pipeline.why_not(self.layout, self.share // micro_batch)
+        return self.share % micro_batch == 0 and not pipeline_schedules.why_not(self.layout, self.share // micro_batch)
 
     def following(self, tried: Sequence[Trial]) -> int | None:
         """Twice the last one until one does not fit, then the usable ones between, halving the gap; None: found.
@@ -126,7 +126,7 @@ def search(chosen: Plan, recipe: Recipe, ranks: int) -> tuple[Search, str]:
     layout, words = on_ranks(chosen.layout, ranks)
     named = recipe.train.global_batch
     share = batches.per_rank(named, chosen.layout.data_parallel) if named else 0
-    return Search(layout, share, kinds.group(recipe.model)), words
+    return Search(layout, share, non_decoder.group(recipe.model)), words
 
 
 def on_ranks(layout: Layout, ranks: int) -> tuple[Layout, str]:

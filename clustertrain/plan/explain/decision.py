@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from clustertrain.config import hardware, presets
-from clustertrain.plan import advice, checks, crossing, kinds, notes, optimizer_state, pipeline
-from clustertrain.plan import counted as counts
+from clustertrain.plan import checks, non_decoder, pipeline_schedules
+from clustertrain.plan.cost import optimizer_state
+from clustertrain.plan.cost import user_model as counts
+from clustertrain.plan.explain import advice, node_crossing
+from clustertrain.plan.explain import warnings as notes
 from clustertrain.plan.layout import Layout, counted
 
 if TYPE_CHECKING:
-    from clustertrain.plan.choice import Choice
-    from clustertrain.plan.given import Given
+    from clustertrain.plan.decision import Choice
+    from clustertrain.plan.request import Given
 
 _WHY_FSDP_KEEPS = (
     "reshard_after_forward off: with pp the parameters would be gathered again for each micro-batch, so a stage keeps "
@@ -47,9 +50,9 @@ def batch(choice: Choice) -> None:
     elif choice.memory.fits is False:
         micro = "with which it needs least"
     elif layout.pp > 1:
-        micro = f"the largest that divides, fits and leaves {pipeline.enough(layout)} micro-batches, else 1"
+        micro = f"the largest that divides, fits and leaves {pipeline_schedules.enough(layout)} micro-batches, else 1"
     elif choice.given.decoder is None:
-        micro = f"the largest that divides, up to {kinds.LARGEST_MICRO_BATCH}: its memory is not estimated"
+        micro = f"the largest that divides, up to {non_decoder.LARGEST_MICRO_BATCH}: its memory is not estimated"
     else:
         micro = "the largest that divides and fits"
     trained = presets.training(recipe.model.preset, recipe.model.kind)
@@ -79,7 +82,7 @@ def layout(choice: Choice) -> None:
     work = None
     if given.decoder is not None:
         run = replace(given.pass_of(chosen, choice.batch.micro_batch), grad_accum=choice.batch.grad_accum)
-        work = crossing.Work(given.decoder, run, given.gpu)
+        work = node_crossing.Work(given.decoder, run, given.gpu)
     choice.warnings += notes.of_layout(chosen, recipe.parallel, job.nodes)
     if given.spec.script is not None or recipe.model.entry:
         whose = "the model of a script" if given.spec.script is not None else f"the model of {recipe.model.entry}"
@@ -99,7 +102,7 @@ def layout(choice: Choice) -> None:
         choice.reasons += reasons
         choice.warnings += warnings
         choice.warnings += optimizer_state.refuse(recipe.optim, chosen, given.kind, given.device)
-    choice.warnings += crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
+    choice.warnings += node_crossing.warnings(chosen, job.nodes, job.gpus, given.device, work)
 
 
 def _precision(given: Given) -> str:

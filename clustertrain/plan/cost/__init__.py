@@ -1,0 +1,1 @@
+"""Estimates the time and the memory of a step."""

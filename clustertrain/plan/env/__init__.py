@@ -1,0 +1,1 @@
+"""Chooses NCCL settings, network interfaces and CPU affinity."""

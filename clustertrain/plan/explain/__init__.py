@@ -1,0 +1,1 @@
+"""Writes the reasons and the warnings of a plan."""

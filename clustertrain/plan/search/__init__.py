@@ -1,0 +1,1 @@
+"""Searches the layouts and the micro-batches that fit."""

@@ -1,0 +1,1 @@
+"""Predictions for each row of a table, for ``plan --table``."""
