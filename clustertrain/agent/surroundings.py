@@ -12,9 +12,9 @@ import msgspec
 
 from clustertrain import settings
 from clustertrain.config.node_facts import Gpu, NodeFacts
-from clustertrain.node.read import read
 from clustertrain.plan.env import cpu_affinity, interfaces, nccl
 from clustertrain.plan.env.nccl import Setting
+from clustertrain.sysinfo.node import read
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 

@@ -8,7 +8,7 @@ import msgspec
 
 from clustertrain.config.node_facts import NodeFacts
 from clustertrain.doctor.rates import MARK
-from clustertrain.node.read import read
+from clustertrain.sysinfo.node import read
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus
 

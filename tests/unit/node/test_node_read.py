@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.node.network import IpOutput
-from clustertrain.node.read import read
+from clustertrain.sysinfo.network import IpOutput
+from clustertrain.sysinfo.node import read
 from tests.fixtures.nodes.expand import KINDS, Tree, expand
 
 

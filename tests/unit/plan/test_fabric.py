@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from clustertrain.config.node_facts import EfaDevice, Gpu, Hca, Interface, NodeFacts
-from clustertrain.node.read import read
 from clustertrain.plan.env import interfaces, nccl
+from clustertrain.sysinfo.node import read
 from tests.fixtures.nodes.expand import expand
 
 H100_PORTS = "=" + ",".join(f"mlx5_{n}:1" for n in (0, 3, 4, 5, 6, 9, 10, 11))

@@ -14,8 +14,8 @@ from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.node_facts import NodeFacts, cpu_numbers
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
-from clustertrain.node.read import read
 from clustertrain.plan.planner import plan
+from clustertrain.sysinfo.node import read
 from tests.fixtures.nodes.expand import KINDS, expand
 
 

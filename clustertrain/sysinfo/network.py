@@ -12,7 +12,7 @@ import msgspec
 
 from clustertrain import schema
 from clustertrain.config.node_facts import Interface, InterfaceKind
-from clustertrain.node.sysfs import Sysfs
+from clustertrain.sysinfo.sysfs import Sysfs
 
 NET = "/sys/class/net"
 T = TypeVar("T")

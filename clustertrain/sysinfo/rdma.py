@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from clustertrain.config.node_facts import EfaDevice, Hca, LinkLayer, PortState
-from clustertrain.node.sysfs import Sysfs
+from clustertrain.sysinfo.sysfs import Sysfs
 
 RDMA = "/sys/class/infiniband"
 _LAYERS: dict[str, LinkLayer] = {"InfiniBand": "InfiniBand", "Ethernet": "Ethernet"}

@@ -12,9 +12,9 @@ import msgspec
 from clustertrain import proc, settings
 from clustertrain.config.node_facts import Cpus, Gpu, NodeFacts, NumaNode, cpu_numbers
 from clustertrain.errors import CommandFailed
-from clustertrain.node import network, rdma
-from clustertrain.node.network import IpOutput
-from clustertrain.node.sysfs import Sysfs
+from clustertrain.sysinfo import network, rdma
+from clustertrain.sysinfo.network import IpOutput
+from clustertrain.sysinfo.sysfs import Sysfs
 
 IP_TIMEOUT_S = 10.0
 # Where the EFA installer, AWS's images and distributions put them; a folder of LD_LIBRARY_PATH comes before.

@@ -1,0 +1,1 @@
+"""Reads what a node consists of from /sys and ``ip``."""
