@@ -14,8 +14,8 @@ from unittest import mock
 
 from clustertrain import clock
 from clustertrain.cli.jobs import status_json
-from clustertrain.launch.look import look
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.run_status import look
 
 POLL_S = 0.4
 # A shell has its background jobs ignore SIGINT, and a test run may be one of them.

@@ -24,15 +24,15 @@ from clustertrain.agent.sequel import NO_ANSWER_S, Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
-from clustertrain.launch.backend import RUNNING, Backend, JobView
-from clustertrain.launch.comment import JobComment
-from clustertrain.launch.local import LocalBackend
-from clustertrain.launch.requeue import Evidence, Verdict, budget_spent, classify, decide
-from clustertrain.launch.slurm import BATCH_ANSWER_S, SlurmBackend
 from clustertrain.run import attempts, budget, endings, events
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.stop_lead_time import lead_s
+from clustertrain.scheduler.backend import RUNNING, Backend, JobView
+from clustertrain.scheduler.job_comment import JobComment
+from clustertrain.scheduler.local import LocalBackend
+from clustertrain.scheduler.requeue_policy import Evidence, Verdict, budget_spent, classify, decide
+from clustertrain.scheduler.slurm import BATCH_ANSWER_S, SlurmBackend
 
 POLL_S = 0.2
 LOOK_S = 1.0

@@ -13,10 +13,10 @@ import psutil
 from clustertrain import clock, fsio, settings
 from clustertrain.agent.place import Place
 from clustertrain.errors import ClusterTrainError, CommandFailed
-from clustertrain.launch.backend import RUNNING
-from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.run import endings, events
 from clustertrain.run.events import EventLog
+from clustertrain.scheduler.backend import RUNNING
+from clustertrain.scheduler.slurm import SlurmBackend
 
 RETRY_S = 1.0
 NO_ANSWER_S = 600.0  # as in sequel

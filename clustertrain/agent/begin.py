@@ -11,9 +11,9 @@ from clustertrain import clock, fsio, settings
 from clustertrain.agent.claim import Claim, claim, identify
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_STOPPED, ClusterTrainError
-from clustertrain.launch.backend import Backend
 from clustertrain.run.run_dir import RunDir, open_run
 from clustertrain.run.run_spec import load_spec
+from clustertrain.scheduler.backend import Backend
 
 PATIENCE_S = 300.0
 RETRY_S = 5.0

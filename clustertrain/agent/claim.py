@@ -18,12 +18,12 @@ from clustertrain import clock, fsio, settings
 from clustertrain.agent import deadline as deadlines
 from clustertrain.agent.deadline import Deadline
 from clustertrain.errors import ClusterTrainError, CommandFailed, NotOwner
-from clustertrain.launch.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 from clustertrain.run import attempts, endings
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.stop_lead_time import first_lead_s, lead_s
+from clustertrain.scheduler.backend import COMPLETING, PENDING, Backend, JobStart, JobView
 
 NO_ANSWER_S = 120.0
 RECORD_S = 60.0  # for an attempt's record to be seen here: an NFS client may believe so long that there is none

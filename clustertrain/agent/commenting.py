@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from clustertrain.launch.comment import EVERY_S, FIRST_S, Figures, JobComment, comment_of
-from clustertrain.launch.look import total_steps
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.job_comment import EVERY_S, FIRST_S, Figures, JobComment, comment_of
+from clustertrain.scheduler.run_status import total_steps
 from clustertrain.telemetry.summary import Stats, Summary
 
 

@@ -26,9 +26,9 @@ from clustertrain.agent.tracking import STOP_S as TRACKING_S
 from clustertrain.agent.tracking import Tracking
 from clustertrain.agent.watched import Watched
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, EnvironmentNotFit
-from clustertrain.launch.network import interface_towards
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
+from clustertrain.scheduler.sockets import interface_towards
 
 POLL_S = 0.1
 RENDEZVOUS_TIMEOUT_S = 600.0  # as AGENTS_S in batch

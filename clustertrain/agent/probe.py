@@ -17,14 +17,14 @@ from clustertrain import clock, proc, schema, settings
 from clustertrain.agent import rendezvous, scratch, torchrun
 from clustertrain.agent.results import NodeResult, Seen, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
-from clustertrain.launch import data
-from clustertrain.launch.request import Prepared
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
 from clustertrain.plan.request import ASSUMED_CPU_GIB
 from clustertrain.plan.search import micro_batch as trials
 from clustertrain.plan.search.micro_batch import Measured, Search, Trial
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit.preflight import data
+from clustertrain.submit.request import Prepared
 
 POLL_S = 0.1
 TRIAL_TIMEOUT_S = 900.0

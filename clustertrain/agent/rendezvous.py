@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
-from clustertrain.launch.network import free_port
+from clustertrain.scheduler.sockets import free_port
 
 RESOLVE_TIMEOUT_S = 30.0
 

@@ -12,12 +12,12 @@ import msgspec
 
 from clustertrain import fsio, proc, settings
 from clustertrain.agent import torchrun
-from clustertrain.launch import code
-from clustertrain.launch.network import interface_towards
-from clustertrain.launch.request import Prepared
-from clustertrain.launch.submit import spec_text
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.sockets import interface_towards
+from clustertrain.submit import python_path
+from clustertrain.submit.request import Prepared
+from clustertrain.submit.transaction import spec_text
 
 HERE = "127.0.0.1"
 
@@ -56,7 +56,7 @@ def environment(prepared: Prepared, run: RunDir, environ: Mapping[str, str]) -> 
     env = {**settings.without_allocation(environ), **prepared.spec.env}
     for name, setting in {**prepared.plan.env, **prepared.plan.nccl}.items():
         env.setdefault(name, setting.value)
-    env = code.environment_in_place(prepared.code, env)
+    env = python_path.environment_in_place(prepared.code, env)
     env.update(torchrun.SHUTDOWN)
     env[settings.RUN_DIR] = env[settings.RANK_DIR] = str(run.path)
     env[settings.ATTEMPT] = "1"

@@ -9,11 +9,11 @@ from clustertrain import clock
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_NO_REQUEUE, EXIT_STOPPED, ClusterTrainError, CommandFailed
-from clustertrain.launch.backend import RUNNING, Backend, JobView, Submission
-from clustertrain.launch.requeue import Decision, Verdict
 from clustertrain.run import attempts, endings
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import RUNNING, Backend, JobView, Submission
+from clustertrain.scheduler.requeue_policy import Decision, Verdict
 
 POLL_S = 0.2
 GONE_S = 60.0  # for Slurm to end this process after a requeue

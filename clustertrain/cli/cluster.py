@@ -82,9 +82,9 @@ def detect(dry_run: bool, as_json: bool, **asked: Any) -> int:
     NAME is by default that of $CLUSTERTRAIN_CLUSTER, else Slurm's name of the cluster. A key that the profile has with
     another value is kept and told, unless --force.
     """
+    from clustertrain.cluster import profile_file
     from clustertrain.doctor.detect import Request
     from clustertrain.doctor.detect import detect as find_out
-    from clustertrain.launch import profile_file
 
     seen = find_out(Request(**asked), os.environ, lambda text: click.echo(text, err=True))
     write = bool(seen.merged.written) and not dry_run

@@ -65,7 +65,7 @@ def _of_anybody(name: str, otherwise: NotFound) -> list[RunDir]:
 
     if not re.fullmatch(r"\d+(_\d+)?", name):
         raise otherwise
-    from clustertrain.launch.slurm import work_dir
+    from clustertrain.scheduler.slurm import work_dir
 
     folder, task = work_dir(name), name.partition("_")[2]
     if folder is None:

@@ -49,7 +49,7 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     import re
 
     from clustertrain.errors import UsageError
-    from clustertrain.launch import code
+    from clustertrain.submit import python_path
     from clustertrain.train import entries
     from clustertrain.train import tokenize as shards
 
@@ -61,7 +61,7 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     if tokenizer == "bytes":
         of_text: Any = shards.of_bytes
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
-        if code.of_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
+        if python_path.of_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
             sys.path.insert(0, str(Path.cwd()))
         of_text = shards.of_function(entries.function(tokenizer, "--tokenizer"))
     else:

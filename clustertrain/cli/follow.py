@@ -65,8 +65,8 @@ def follow(run: RunDir) -> int:
 def _follow(run: RunDir) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from clustertrain.launch.look import look
     from clustertrain.report.terminal import make_console
+    from clustertrain.scheduler.run_status import look
 
     out = make_console(sys.stderr)
     news = _News(run)

@@ -24,8 +24,8 @@ from clustertrain.errors import ClusterTrainError, CommandFailed, UsageError
 from clustertrain.run.run_dir import RunDir, readable
 
 if TYPE_CHECKING:
-    from clustertrain.launch.backend import Backend
-    from clustertrain.launch.look import Look
+    from clustertrain.scheduler.backend import Backend
+    from clustertrain.scheduler.run_status import Look
 
 POLL_FIRST_S, POLL_MOST_S = 0.5, 15.0
 
@@ -46,7 +46,7 @@ def _say(run: RunDir, event: str, **fields: Any) -> None:
 @json_option
 def list_(limit: int, recipe: str | None, same_as: str | None, as_json: bool) -> None:
     """My runs, newest first."""
-    from clustertrain.launch.look import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, look_all
 
     found = look_all(_of_recipe(recipe, same_as)[:limit])
     if as_json:
@@ -99,8 +99,8 @@ def status(name: str, as_json: bool) -> None:
     went."""
     import msgspec
 
-    from clustertrain.launch.look import look
     from clustertrain.report import prediction
+    from clustertrain.scheduler.run_status import look
 
     with readable():
         seen = look(find_run(name))
@@ -167,7 +167,7 @@ def status_json(seen: Any) -> dict[str, Any]:
 def wait_for(runs: Sequence[RunDir], name: str) -> int:
     """Block until all runs have ended; returns 0 only if all completed. An interrupt ends the waiting, not the runs.
     ``name`` is what they are called together."""
-    from clustertrain.launch.look import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, look_all
 
     poll, left, completed = POLL_FIRST_S, list(runs), True
     try:
@@ -203,7 +203,7 @@ def wait(names: tuple[str, ...]) -> int:
 def cancel(names: tuple[str, ...], as_json: bool) -> None:
     """End RUN for good, pending or running, or several, or a sweep's. Their checkpoints stay. A running one is
     "cancelling" until its ranks have left: `wait` waits for that."""
-    from clustertrain.launch.look import Unreadable, look_all
+    from clustertrain.scheduler.run_status import Unreadable, look_all
 
     found = look_all(find_runs(names))
     for seen in found:
@@ -233,8 +233,8 @@ def cancel(names: tuple[str, ...], as_json: bool) -> None:
 def _end_jobs(looks: Sequence[Look]) -> set[RunDir]:
     """Have the schedulers end the jobs of these runs; returns the runs whose jobs are not known to be over. Of one that
     gave no answer a moment ago nothing more is asked."""
-    from clustertrain.launch.choose import of_run
     from clustertrain.run.attempts import job_ids
+    from clustertrain.scheduler.registry import of_run
 
     ending: set[RunDir] = set()
     # Slurm answers for all jobs or for none; of a local job only its own machine knows.
@@ -283,9 +283,9 @@ def _refuse_spent(run: RunDir) -> None:
 
 def _refuse_used_up(run: RunDir) -> None:
     """Raises ClusterTrainError for a running run that would stop for good instead of starting again."""
-    from clustertrain.launch.requeue import budget_spent
     from clustertrain.run import attempts, endings
     from clustertrain.run.run_spec import load_spec
+    from clustertrain.scheduler.requeue_policy import budget_spent
 
     why = budget_spent(endings.PREEMPTED, attempts.charged(run), load_spec(run).job.max_requeues)
     if why:
@@ -307,12 +307,12 @@ def _refuse_used_up(run: RunDir) -> None:
 @json_option
 def requeue(name: str, as_json: bool, **options: str | None) -> None:
     """Stop RUN at a checkpoint and start it again now; or continue it, if it has ended."""
-    from clustertrain.launch import continuing
-    from clustertrain.launch.look import backend_of, look
     from clustertrain.run.attempts import carried_options
+    from clustertrain.scheduler.run_status import backend_of, look
+    from clustertrain.submit import continue_run
 
     run = find_run(name)
-    continuation = continuing.Continuation(run)
+    continuation = continue_run.Continuation(run)
     seen = look(run)
     given = {k: v for k, v in options.items() if v}
     if given.keys() - {"time"} and seen.backend == "local":
@@ -327,11 +327,11 @@ def requeue(name: str, as_json: bool, **options: str | None) -> None:
     job_id = seen.job_id
     if run.cancelled.exists() and not seen.final:
         raise ClusterTrainError(
-            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continuing.after_cancel(run)
+            f"{run.id} is still being cancelled, job {job_id} has not ended", fix=continue_run.after_cancel(run)
         )
     if seen.state == "running" and seen.history[-1].job_id == job_id:
         _refuse_used_up(run)
-        continuing.ask(run, run.attempt(seen.history[-1].n), given)
+        continue_run.ask(run, run.attempt(seen.history[-1].n), given)
     elif not seen.final:
         raise ClusterTrainError(f"{run.id} is waiting already, as job {seen.job_id}")
     else:

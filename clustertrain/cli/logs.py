@@ -148,6 +148,6 @@ def _new(path: Path, read: dict[Path, int]) -> Iterator[bytes]:
 
 
 def _ended(run: RunDir) -> bool:
-    from clustertrain.launch.look import look
+    from clustertrain.scheduler.run_status import look
 
     return look(run).final

@@ -14,8 +14,8 @@ from clustertrain.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from clustertrain.launch.choose import Purpose
     from clustertrain.plan.planner import Plan
+    from clustertrain.scheduler.registry import Purpose
 
 WHOLE = 0.6  # of the width, that the left column may take
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -53,7 +53,7 @@ def plan(
         from clustertrain.cli.plan_range import show_range
 
         return show_range(request_of(options), gpus_range, as_json=as_json)
-    from clustertrain.launch.request import prepare, script_note
+    from clustertrain.submit.request import prepare, script_note
 
     purpose: Purpose = "here" if find_micro_batch else "plan"
     prepared = prepare(request_of(options, count=not find_micro_batch), purpose=purpose)

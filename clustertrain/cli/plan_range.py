@@ -10,15 +10,15 @@ from clustertrain.cli.common import print_json
 from clustertrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.launch.request import SubmitRequest
     from clustertrain.plan.planner import Plan
+    from clustertrain.submit.request import SubmitRequest
 
 
 def show_range(request: SubmitRequest, text: str, *, as_json: bool) -> int:
     """A line for each number of GPUs: what would be chosen, how fast, and how much of the smallest one's speed a GPU
     keeps. All have the global batch of the recipe, or else of the largest."""
-    from clustertrain.launch.request import prepare
     from clustertrain.report.plan_range import lines
+    from clustertrain.submit.request import prepare
 
     first = prepare(request, purpose="plan")
     per_node = first.spec.job.gpus

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clustertrain.agent.probe import Found
-    from clustertrain.launch.request import Prepared
     from clustertrain.plan.search.micro_batch import Trial
+    from clustertrain.submit.request import Prepared
 
 
 def find_micro_batch(prepared: Prepared, *, as_json: bool) -> int:

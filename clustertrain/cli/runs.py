@@ -66,8 +66,8 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
     from typing import get_args
 
     from clustertrain.config.tracking import Tracker
-    from clustertrain.launch.look import look
     from clustertrain.run.run_dir import readable
+    from clustertrain.scheduler.run_status import look
     from clustertrain.tracking import facts
 
     for tracker in to:

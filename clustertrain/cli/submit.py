@@ -16,8 +16,8 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.launch.request import Count, SubmitRequest
     from clustertrain.plan.planner import Plan
+    from clustertrain.submit.request import Count, SubmitRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -153,8 +153,8 @@ def _mentions(script: str, pattern: str) -> bool:
 
 def request_of(options: dict[str, Any], *, count: bool = False) -> SubmitRequest:
     """``count``: whether a model of the user's own is counted where the options do not say it."""
-    from clustertrain.launch.request import SubmitRequest
-    from clustertrain.launch.snapshot import LIMIT_MIB
+    from clustertrain.submit.code_snapshot import LIMIT_MIB
+    from clustertrain.submit.request import SubmitRequest
 
     asked, trace = options.pop("count_model"), options.pop("trace_memory")
     if trace and asked is False:
@@ -211,7 +211,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
         return submit_swept(request, sweep, at_once, as_json, dry_run=dry_run, wait=wait, option="--sweep")
     if dry_run:
         return _dry_run(request, as_json)
-    from clustertrain.launch.submit import submit as transaction
+    from clustertrain.submit.transaction import submit as transaction
 
     done = transaction(request)
     for note in done.notes:
@@ -233,7 +233,7 @@ def submit(dry_run: bool, wait: bool, follow: bool, sweep: tuple[str, ...], at_o
 
 
 def _dry_run(request: SubmitRequest, as_json: bool) -> int:
-    from clustertrain.launch.submit import dry_run
+    from clustertrain.submit.transaction import dry_run
 
     made = dry_run(request)
     for line in (*_training(made.plan), *made.plan.reasons, *made.notes):
@@ -262,7 +262,7 @@ def submit_swept(
     """``option`` is what ``given`` was given with, for errors; returns the exit code."""
     if dry_run:
         return _dry_sweep(request, given, at_once, as_json, option)
-    from clustertrain.launch.sweep import submit_sweep, words
+    from clustertrain.submit.sweep import submit_sweep, words
 
     done = submit_sweep(request, given, at_once, option)
     for note in done.notes:
@@ -287,7 +287,7 @@ def submit_swept(
 
 def _dry_sweep(request: SubmitRequest, given: tuple[str, ...], at_once: int | None, as_json: bool, option: str) -> int:
     """As text the array's script and the first run's; as JSON those of all runs."""
-    from clustertrain.launch.sweep import dry_sweep, words
+    from clustertrain.submit.sweep import dry_sweep, words
 
     made = dry_sweep(request, given, at_once, option)
     if as_json:

@@ -88,8 +88,8 @@ def _find(name: str) -> Path:
     Raises:
         NotFound, Ambiguous, UsageError: as :func:`clustertrain.run.lookup.resolve_sweep`.
     """
-    from clustertrain.launch.slurm import work_dir
     from clustertrain.run.lookup import resolve_sweep, sweep_runs
+    from clustertrain.scheduler.slurm import work_dir
 
     try:
         return resolve_sweep(name)

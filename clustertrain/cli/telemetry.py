@@ -119,7 +119,7 @@ def telemetry(
 
 def _state_of(run: RunDir) -> tuple[str | None, Goodput | None, Standing | None]:
     """What the scheduler knows besides the run's own files."""
-    from clustertrain.launch.look import look
+    from clustertrain.scheduler.run_status import look
 
     try:
         seen = look(run)

@@ -20,9 +20,9 @@ from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.diagnose.names import Finding, Verdict, overall
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
-from clustertrain.launch import data
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare
 from clustertrain.plan.layout import Batch, Layout
+from clustertrain.submit.preflight import data
+from clustertrain.submit.request import Prepared, SubmitRequest, prepare
 
 # (check, how much is done, of how much)
 Progress = Callable[[str, int, int], None]

@@ -20,9 +20,9 @@ from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell
 from clustertrain.errors import ClusterTrainError
-from clustertrain.launch.submit import spec_text
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.submit.transaction import spec_text
 
 EVERY = 3  # steps between checkpoints
 TIMEOUT_S = 900.0  # of one process

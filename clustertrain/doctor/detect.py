@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import clock, settings
+from clustertrain.cluster import profile_file, slurm_site, slurm_site_profile
+from clustertrain.cluster.profile_file import Merged
+from clustertrain.cluster.slurm_site import Site
+from clustertrain.cluster.slurm_site_profile import Findings
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing import read_text
@@ -17,11 +21,7 @@ from clustertrain.doctor import rates
 from clustertrain.doctor.machine import of_machine
 from clustertrain.doctor.rates import Outcome, Where
 from clustertrain.errors import UsageError
-from clustertrain.launch import findings, profile_file, site
-from clustertrain.launch.findings import Findings
-from clustertrain.launch.profile_file import Merged
-from clustertrain.launch.site import Site
-from clustertrain.launch.slurm import SlurmBackend
+from clustertrain.scheduler.slurm import SlurmBackend
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -57,7 +57,7 @@ def detect(request: Request, environ: Mapping[str, str], say: Callable[[str], No
         ConfigError: the profile that is there does not read.
         CommandFailed: Slurm does not answer.
     """
-    slurm = None if request.local else site.ask()
+    slurm = None if request.local else slurm_site.ask()
     name = _name(request, slurm, environ)
     path = cluster.find(environ).get(name)
     text = read_text(path) if path else None
@@ -88,10 +88,10 @@ def _look(request: Request, slurm: Site | None, before: ClusterProfile, environ:
         found.notes.insert(0, "without Slurm: what follows is this machine alone")
         return found
     if request.partition:
-        return findings.of_site(slurm, request.partition, "--partition")
+        return slurm_site_profile.of_site(slurm, request.partition, "--partition")
     if before.partition:
-        return findings.of_site(slurm, before.partition, "the profile's")
-    return findings.of_site(slurm, environ.get(settings.SLURM_JOB_PARTITION, ""), "this job's")
+        return slurm_site_profile.of_site(slurm, before.partition, "the profile's")
+    return slurm_site_profile.of_site(slurm, environ.get(settings.SLURM_JOB_PARTITION, ""), "this job's")
 
 
 def _measure(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from clustertrain.cluster.slurm_site_profile import Findings
 from clustertrain.config import hardware
-from clustertrain.launch.findings import Findings
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
 
 

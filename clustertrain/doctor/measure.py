@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain import clock
 from clustertrain.doctor.rates import MARK
-from clustertrain.launch.network import free_port
+from clustertrain.scheduler.sockets import free_port
 
 SAMPLES = 7
 WARM_UP = 3

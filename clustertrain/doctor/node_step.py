@@ -13,8 +13,8 @@ from types import FrameType
 
 from clustertrain import proc, settings
 from clustertrain.doctor.facts import here
-from clustertrain.launch.network import free_port, interface_towards
 from clustertrain.plan.env import nccl
+from clustertrain.scheduler.sockets import free_port, interface_towards
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ import msgspec
 
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, NotReadable
-from clustertrain.launch.look import Look, look
 from clustertrain.report import pace
 from clustertrain.report.event_words import in_words
 from clustertrain.run import events, heartbeat, json_files
@@ -26,6 +25,7 @@ from clustertrain.run import metrics_file as rows
 from clustertrain.run.events import Event
 from clustertrain.run.run_dir import AttemptDir, RunDir, readable
 from clustertrain.run.run_spec import load_spec
+from clustertrain.scheduler.run_status import Look, look
 from clustertrain.telemetry.fields import column
 from clustertrain.telemetry.segments.newest import Newest, NodeNow
 from clustertrain.telemetry.segments.store import GpuFacts

@@ -24,8 +24,8 @@ from clustertrain.run.contract_status import Slice, Standing
 from clustertrain.run.goodput import PARTS, Goodput
 
 if TYPE_CHECKING:
-    from clustertrain.launch.look import Look
     from clustertrain.run.run_dir import RunDir
+    from clustertrain.scheduler.run_status import Look
 
 # Colours of the terminal's own palette, which its owner has made readable on dark and on light.
 STYLE = {

@@ -16,10 +16,10 @@ import psutil
 
 from clustertrain import clock, fsio, settings
 from clustertrain.cli.jobs import status_json
-from clustertrain.launch.look import look
 from clustertrain.run import attempts, events
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.state import FINAL
+from clustertrain.scheduler.run_status import look
 from tests.chaos_slurm import testbed
 from tests.chaos_slurm.patience import wait_until
 from tests.runs import CLI

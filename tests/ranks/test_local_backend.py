@@ -153,7 +153,7 @@ def test_a_killed_supervisor_takes_the_run_down_and_requeue_continues_it(
     supervisor = next(
         p
         for p in psutil.process_iter(["cmdline"])
-        if "clustertrain.launch.supervisor" in (p.info["cmdline"] or [])
+        if "clustertrain.scheduler.local_supervisor" in (p.info["cmdline"] or [])
         and any(c.pid in {b.pid for b in below(run)} for c in p.children())
     )
     supervisor.kill()

@@ -17,7 +17,7 @@ import torch
 from clustertrain import clock
 from clustertrain.doctor import rates
 from clustertrain.doctor.rates import MARK, Where
-from clustertrain.launch.network import free_port
+from clustertrain.scheduler.sockets import free_port
 from tests.runs import INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.launch.comment import Figures, JobComment, comment_of
+from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of
 
 pytestmark = pytest.mark.slurm
 FIRST = comment_of(Figures(run="gpt-abc123", step=1, total_steps=10, gpu_utilization=0.5, notes=0))

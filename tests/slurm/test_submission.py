@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.launch.backend import PENDING, RUNNING, JobView, Submission
-from clustertrain.launch.slurm import SlurmBackend, work_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import PENDING, RUNNING, JobView, Submission
+from clustertrain.scheduler.slurm import SlurmBackend, work_dir
 
 pytestmark = pytest.mark.slurm
 TIMEOUT_S = 120.0

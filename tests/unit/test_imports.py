@@ -12,8 +12,8 @@ import pytest
 
 import clustertrain
 from clustertrain.errors import ConfigError
-from clustertrain.launch import filesystem
-from clustertrain.launch.submit import SubmitRequest, submit
+from clustertrain.submit.preflight import filesystem
+from clustertrain.submit.transaction import SubmitRequest, submit
 from tests.fake_slurm.fixture import fake_slurm  # noqa: F401
 
 pytestmark = pytest.mark.long
@@ -106,7 +106,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
     ("argv", "proof"),
     [
         (["status"], "clustertrain.report.status"),
-        (["status", "--json"], "clustertrain.launch.look"),
+        (["status", "--json"], "clustertrain.scheduler.run_status"),
         (["list"], "clustertrain.report.status"),
         (["list", "--same-as", "latest"], "clustertrain.run.recipe_hash"),
         (["telemetry"], "clustertrain.telemetry.analysis.query"),

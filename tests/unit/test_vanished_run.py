@@ -16,10 +16,10 @@ from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.checkpoint.storage import StorageError
 from clustertrain.cli.jobs import list_
 from clustertrain.cli.main import main
-from clustertrain.launch import look
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import run_status
 from tests.unit.checkpoint.saved import state_of
 from tests.unit.report import live_runs
 
@@ -69,14 +69,14 @@ def test_a_run_that_goes_while_list_reads_hides_no_other(
 ) -> None:
     """It goes after the last look at its state: nothing of it is read for the table."""
     going, staying = (live_runs.new_run(tmp_path, 1e9, name=name) for name in ("going-abc234", "staying-abc234"))
-    looked = look.look_all
+    looked = run_status.look_all
 
-    def then_goes(runs: Sequence[RunDir]) -> list[look.Look | look.Unreadable]:
+    def then_goes(runs: Sequence[RunDir]) -> list[run_status.Look | run_status.Unreadable]:
         seen = looked(runs)
         shutil.rmtree(going.path)
         return seen
 
-    monkeypatch.setattr(look, "look_all", then_goes)
+    monkeypatch.setattr(run_status, "look_all", then_goes)
     done = CliRunner().invoke(list_, list(options))
     assert done.exit_code == 0, done.output
     assert going.id in done.stdout and staying.id in done.stdout
@@ -99,7 +99,7 @@ def test_a_run_that_goes_while_status_reads_it_is_an_error_without_a_traceback(
         run.spec.read_bytes()
 
     run.spec.write_text("version = 1\n")
-    monkeypatch.setattr(look, "look", goes)
+    monkeypatch.setattr(run_status, "look", goes)
     monkeypatch.setattr(sys, "argv", ["clustertrain", "status", run.id])
     assert main() == 1
     assert capsys.readouterr().err == f"clustertrain: {run.spec}: No such file or directory\n"

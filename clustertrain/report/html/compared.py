@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clustertrain.launch import templates
 from clustertrain.report import html, plot
 from clustertrain.report.html import page
 from clustertrain.report.runs import text
 from clustertrain.report.runs.comparison import Comparison
+from clustertrain.submit import templates
 
 
 def write(found: Comparison, path: Path) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from clustertrain.launch import templates
 from clustertrain.report.html import charts, facts
 from clustertrain.report.html.pack import Packer
+from clustertrain.submit import templates
 from clustertrain.telemetry.analysis.curves import Curves
 from clustertrain.telemetry.summary import AttemptSummary, Summary
 

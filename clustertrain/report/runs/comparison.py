@@ -12,7 +12,6 @@ import msgspec
 from clustertrain.config.evaluation import HIGHER_IS_BETTER, PREFIX, SLICE
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ClusterTrainError, UsageError
-from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.plan.layout import counted
 from clustertrain.run import json_files, metric_curves
 from clustertrain.run.metric_curves import Axis, Curve
@@ -20,6 +19,7 @@ from clustertrain.run.recipe_hash import recipe_hash
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.run.state import RUNNING
+from clustertrain.scheduler.run_status import Look, Unreadable, look_all
 from clustertrain.telemetry.analysis.settings import settings_of
 
 MOST = 26  # one letter each

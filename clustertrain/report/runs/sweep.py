@@ -13,7 +13,6 @@ from rich.text import Text
 from clustertrain import reading
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
-from clustertrain.launch.look import Look, Unreadable, look_all
 from clustertrain.report import status
 from clustertrain.report.runs.comparison import Value
 from clustertrain.report.runs.text import said
@@ -23,6 +22,7 @@ from clustertrain.run import json_files, metric_curves, state
 from clustertrain.run.lookup import sweep_runs
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.scheduler.run_status import Look, Unreadable, look_all
 
 FINAL = state.FINAL
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from clustertrain import fsio
-from clustertrain.launch import continuing
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit import continue_run
 from tests.fuzz.inputs.commands import RUN
 from tests.fuzz.inputs.run_files import NEIGHBOR, Change, changes, damage
 from tests.fuzz.inputs.text import arguments
@@ -81,7 +81,7 @@ def play(box: Sandbox, drawn: Drawn) -> None:
             damage(box, path, how)
     readable = box.call(("status", RUN)).code == 0
     log.unlink(missing_ok=True)
-    with mock.patch.object(continuing, "ANSWER_S", 0.0), mock.patch.object(continuing, "WRITING_S", 0.0):
+    with mock.patch.object(continue_run, "ANSWER_S", 0.0), mock.patch.object(continue_run, "WRITING_S", 0.0):
         said = box.call(("requeue", RUN, *(f"--{name}={value}" for name, value in options.items())))
     words = log.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1] if log.exists() else []
     _judge(run, said, words, {name: box.arm(value) for name, value in options.items()}, accepted="4720" in outcome)

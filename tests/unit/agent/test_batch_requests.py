@@ -19,10 +19,10 @@ from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import EXIT_NO_REQUEUE, ClusterTrainError
-from clustertrain.launch import continuing
-from clustertrain.launch.backend import Backend, JobView
 from clustertrain.run import events, run_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import Backend, JobView
+from clustertrain.submit import continue_run
 
 
 class OneJob:
@@ -114,7 +114,7 @@ def test_a_request_that_comes_when_the_step_is_over_is_answered_by_what_happens(
 def test_after_the_step_it_is_too_late_for_a_request(run: RunDir) -> None:
     batch_of(run, OneJob()).main(Step.argv(run, "goes", "completed"))
     with pytest.raises(ClusterTrainError, match="too late"):
-        continuing.ask(run, run.attempt(1), {})
+        continue_run.ask(run, run.attempt(1), {})
 
 
 def test_an_attempt_that_was_taken_over_ends_its_step_and_decides_nothing(run: RunDir) -> None:

@@ -12,9 +12,9 @@ from clustertrain import fsio
 from clustertrain.agent import batch as module
 from clustertrain.agent import begin as beginning
 from clustertrain.agent.batch import Batch, Step
-from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.slurm import SlurmBackend
 from tests.fake_slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
 
 

@@ -15,10 +15,10 @@ from clustertrain import fsio
 from clustertrain.agent import claim as module
 from clustertrain.agent.claim import Identity, claim
 from clustertrain.errors import NotOwner
-from clustertrain.launch.backend import JobStart, JobView, Submission
 from clustertrain.run import attempts, run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import JobStart, JobView, Submission
 
 
 @dataclass

@@ -10,9 +10,9 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.agent.commenting import Commenter, figures_of
-from clustertrain.launch.comment import Figures, JobComment, comment_of
 from clustertrain.run import run_dir
 from clustertrain.run.goodput import Goodput
+from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of
 from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary, Timeline, Window
 
 WAIT_S = 30.0

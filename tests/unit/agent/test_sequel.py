@@ -14,11 +14,11 @@ from clustertrain.agent.sequel import Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import JobView, Submission
-from clustertrain.launch.requeue import Decision, Verdict
 from clustertrain.run import attempts, endings, events, run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import JobView, Submission
+from clustertrain.scheduler.requeue_policy import Decision, Verdict
 
 
 @dataclass

@@ -11,8 +11,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.cli.main import main
-from clustertrain.launch.local import JobFolder, LocalJob, folder_of
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.local import JobFolder, LocalJob, folder_of
 from tests.unit.report.live_runs import begin, new_run
 
 

@@ -12,9 +12,9 @@ from clustertrain import fsio
 from clustertrain.cli.jobs import list_, requeue
 from clustertrain.cli.logs import logs
 from clustertrain.errors import NotFound, UsageError
-from clustertrain.launch.local import LocalBackend
 from clustertrain.run import attempts, run_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.local import LocalBackend
 
 
 @pytest.fixture

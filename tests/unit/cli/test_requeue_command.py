@@ -14,12 +14,13 @@ from click.testing import CliRunner, Result
 from clustertrain import clock, fsio
 from clustertrain.cli.jobs import requeue
 from clustertrain.errors import ClusterTrainError, SchedulerRefused
-from clustertrain.launch import continuing, look
-from clustertrain.launch.backend import JobView, Submission
-from clustertrain.launch.local import LocalBackend
 from clustertrain.run import run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import run_status
+from clustertrain.scheduler.backend import JobView, Submission
+from clustertrain.scheduler.local import LocalBackend
+from clustertrain.submit import continue_run
 
 
 class Jobs:
@@ -87,17 +88,17 @@ def test_while_one_command_submits_another_one_is_refused(run: RunDir, jobs: Job
 def test_a_command_that_is_overtaken_while_it_looks_names_the_others_job(
     run: RunDir, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = look.look
+    looked = run_status.look
     first: list[Result] = []
 
-    def slowly(of: RunDir) -> look.Look:
+    def slowly(of: RunDir) -> run_status.Look:
         seen = looked(of)
         if not first:
             first.append(Result)  # type: ignore[arg-type]  # the call below looks too
             first[:] = [call(run)]
         return seen
 
-    monkeypatch.setattr(look, "look", slowly)
+    monkeypatch.setattr(run_status, "look", slowly)
     said = refusal(call(run))
     assert first[0].exit_code == 0 and "as job local-2" in said
     assert jobs.submitted == ["local-2"]
@@ -113,7 +114,7 @@ def test_once_the_other_job_has_ended_the_run_can_be_continued_again(run: RunDir
 
 def claimed(run: RunDir, **fields: Any) -> None:
     (run.path / "continued").mkdir()
-    me = {**continuing._me(), **fields}
+    me = {**continue_run._me(), **fields}
     fsio.write_json(run.path / "continued" / "1.json", me)
 
 
@@ -192,7 +193,7 @@ def test_a_request_that_comes_when_the_attempt_is_ending_is_refused(running: Run
 
 
 def test_a_request_that_nobody_takes_is_no_success(running: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuing, "ANSWER_S", 0.0)
+    monkeypatch.setattr(continue_run, "ANSWER_S", 0.0)
     assert "has not answered" in refusal(call(running))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clustertrain.launch import accounting
-from clustertrain.launch.accounting import expand_nodes, read_sacct, read_squeue
+from clustertrain.scheduler import slurm_parse
+from clustertrain.scheduler.slurm_parse import expand_nodes, read_sacct, read_squeue
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,16 @@ def test_sacct_lists_every_start_oldest_first() -> None:
 
 def test_slurms_words_lose_their_prefixes() -> None:
     said = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name\n"
-    assert accounting.plain(said) == "invalid partition specified: x; Batch job submission failed: Invalid name"
-    assert accounting.plain("slurm_load_jobs error: Invalid job id specified") == "Invalid job id specified"
-    assert accounting.plain("  \n") == "it gave no reason"
+    assert slurm_parse.plain(said) == "invalid partition specified: x; Batch job submission failed: Invalid name"
+    assert slurm_parse.plain("slurm_load_jobs error: Invalid job id specified") == "Invalid job id specified"
+    assert slurm_parse.plain("  \n") == "it gave no reason"
 
 
 @pytest.mark.parametrize(
     ("text", "state"), [("CANCELLED by 0", "CANCELLED"), ("COMPLETED+", "COMPLETED"), ("", "UNKNOWN")]
 )
 def test_states(text: str, state: str) -> None:
-    assert accounting.state(text) == state
+    assert slurm_parse.state(text) == state
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,6 @@ def test_states(text: str, state: str) -> None:
     ],
 )
 def test_a_partition_without_grace_is_said(line: str, partition: str, words: str) -> None:
-    notes = accounting.preemption_advice(line + "\n", partition)
+    notes = slurm_parse.preemption_advice(line + "\n", partition)
     assert words in "".join(notes)
     assert bool(notes) == bool(words)

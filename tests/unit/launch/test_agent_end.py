@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.launch import templates
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit import templates
 
 SCRIPT = templates.folder() / "agent_end.sh"
 

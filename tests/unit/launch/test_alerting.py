@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clustertrain.config.telemetry import AlertsSpec
-from clustertrain.launch import alerting
+from clustertrain.submit.preflight import alerts
 
 URL = "https://hooks.example.org/secret"
 
@@ -15,7 +15,7 @@ URL = "https://hooks.example.org/secret"
 def notes(
     spec: AlertsSpec, *, share: bool = False, environ: Mapping[str, str] = {}, given: Mapping[str, str] = {}
 ) -> list[str]:
-    return alerting.notes(spec, share=share, environ=environ, given=given)
+    return alerts.notes(spec, share=share, environ=environ, given=given)
 
 
 def test_nothing_is_said_of_what_is_well(tmp_path: Path) -> None:

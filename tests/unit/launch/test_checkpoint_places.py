@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch.request import SubmitRequest
-from clustertrain.launch.submit import dry_run
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.transaction import dry_run
 from tests.fake_slurm.fixture import FakeSlurm
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch import slurm
-from clustertrain.launch.comment import LONGEST, Figures, JobComment, comment_of, joined
+from clustertrain.scheduler import slurm
+from clustertrain.scheduler.job_comment import LONGEST, Figures, JobComment, comment_of, joined
 from tests.fake_slurm.fixture import FakeSlurm
 
 ALL = Figures(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch import counting
-from clustertrain.launch.request import Count, Prepared, SubmitRequest, prepare
+from clustertrain.submit.preflight import model_stats
+from clustertrain.submit.request import Count, Prepared, SubmitRequest, prepare
 from tests.fake_slurm.fixture import FakeSlurm
 
 OWN = '[model]\nentry = "nets:Net"\n[job]\ncluster = "site"\n[train]\nglobal_batch = 8\n'
@@ -52,7 +52,7 @@ def test_a_machine_that_cannot_count_says_so_and_plans_all_the_same(
     does: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreter(folder, does)
-    monkeypatch.setattr(counting, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(model_stats, "TIMEOUT_S", 0.2)
     (warning,) = (w for w in asked(folder).plan.warnings if "could not be counted" in w)
     assert said in warning and "recipe" not in warning
 

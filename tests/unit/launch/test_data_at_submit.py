@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch import data as data_here
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.submit.preflight import data as data_here
+from clustertrain.submit.request import Prepared, SubmitRequest, prepare
 from clustertrain.train.tokenize import write
 from tests.fake_slurm.fixture import FakeSlurm
 

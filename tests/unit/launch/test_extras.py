@@ -8,7 +8,7 @@ import pytest
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.launch import extras
+from clustertrain.submit.preflight import packages
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def test_a_package_that_is_missing_is_told_before_the_queue(
     tables: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = build(tables, Recipe, "recipe.toml")
-    monkeypatch.setattr(extras, "installed", lambda package: False)
+    monkeypatch.setattr(packages, "installed", lambda package: False)
     with pytest.raises(ConfigError, match=words) as caught:
-        extras.check(recipe, sys.executable)
+        packages.check(recipe, sys.executable)
     assert "pip install 'clustertrain[" in str(caught.value.fix)
-    extras.check(recipe, "/elsewhere/python")
-    extras.check(Recipe(), sys.executable)
+    packages.check(recipe, "/elsewhere/python")
+    packages.check(Recipe(), sys.executable)
 
 
 def test_what_is_there_is_found() -> None:
-    assert extras.installed("click") and not extras.installed("no_such_package_anywhere")
+    assert packages.installed("click") and not packages.installed("no_such_package_anywhere")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch import filesystem
+from clustertrain.submit.preflight import filesystem
 
 MOUNTS = """\
 27 1 254:0 / / rw,relatime - overlay overlay rw

@@ -12,11 +12,11 @@ import pytest
 
 from clustertrain import clock
 from clustertrain.errors import SchedulerRefused
-from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING, ArraySubmission
-from clustertrain.launch.local import LocalBackend, LocalJob, folder_of
-from clustertrain.launch.supervisor import _alive
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING, ArraySubmission
+from clustertrain.scheduler.local import LocalBackend, LocalJob, folder_of
+from clustertrain.scheduler.local_supervisor import _alive
 
 TIMEOUT_S = 30.0
 # Each waits for a file `go` beside it, and tells of its start and end.

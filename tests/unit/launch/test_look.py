@@ -11,13 +11,13 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.errors import CommandFailed
-from clustertrain.launch import look as looking
-from clustertrain.launch.backend import JobStart, JobView
-from clustertrain.launch.slurm import SlurmBackend
 from clustertrain.report import status, terminal
 from clustertrain.report.prediction import Prediction
 from clustertrain.run import run_dir, state
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import run_status as looking
+from clustertrain.scheduler.backend import JobStart, JobView
+from clustertrain.scheduler.slurm import SlurmBackend
 
 
 class Scheduler(SlurmBackend):

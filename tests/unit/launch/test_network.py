@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ClusterTrainError
-from clustertrain.launch import network
+from clustertrain.scheduler import sockets
 
 
 def test_the_port_is_free_and_outside_the_ephemeral_range() -> None:
-    low, high = network.ephemeral_range()
+    low, high = sockets.ephemeral_range()
     for _ in range(20):
-        port = network.free_port()
+        port = sockets.free_port()
         assert not low <= port <= high
         with socket.socket() as s:
             s.bind(("", port))
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = network.free_port()
+    free = sockets.free_port()
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
         taken.bind(("", 0))
         busy = taken.getsockname()[1]
@@ -31,14 +31,14 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
             def sample(self, _candidates: list[int], _k: int) -> list[int]:
                 return [busy, free]
 
-        monkeypatch.setattr(network.random, "SystemRandom", InOrder)
-        assert network.free_port() == free
+        monkeypatch.setattr(sockets.random, "SystemRandom", InOrder)
+        assert sockets.free_port() == free
 
 
 def test_an_ephemeral_range_that_leaves_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "ephemeral_range", lambda: (1024, 65535))
+    monkeypatch.setattr(sockets, "ephemeral_range", lambda: (1024, 65535))
     with pytest.raises(ClusterTrainError, match="leaves no port"):
-        network.free_port()
+        sockets.free_port()
 
 
 def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +48,10 @@ def test_a_kernel_without_ipv6_has_ports_all_the_same(monkeypatch: pytest.Monkey
                 raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
             super().__init__(family, *args)
 
-    monkeypatch.setattr(network.socket, "socket", NoIpv6)
-    assert network.free_port() >= network.LOWEST_PORT
-    assert network.interface_towards("::1") is None
+    monkeypatch.setattr(sockets.socket, "socket", NoIpv6)
+    assert sockets.free_port() >= sockets.LOWEST_PORT
+    assert sockets.interface_towards("::1") is None
 
 
 def test_the_loopback_interface_leads_to_loopback() -> None:
-    assert network.interface_towards("127.0.0.1") == "lo"
+    assert sockets.interface_towards("127.0.0.1") == "lo"

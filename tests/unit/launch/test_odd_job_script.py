@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.launch import slurm
+from clustertrain.scheduler import slurm
 
 
 def test_a_job_script_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from clustertrain.cluster import profile_file
+from clustertrain.cluster.profile_file import Kept
+from clustertrain.cluster.slurm_site_profile import Found
 from clustertrain.config import cluster
 from clustertrain.config.cluster import Measured
 from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
 from clustertrain.errors import ConfigError
-from clustertrain.launch import profile_file
-from clustertrain.launch.findings import Found
-from clustertrain.launch.profile_file import Kept
 
 FOUND = {
     "partition": Found("gpu", "the default partition"),

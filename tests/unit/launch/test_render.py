@@ -16,10 +16,11 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.errors import ConfigError
-from clustertrain.launch import render, templates
-from clustertrain.launch.render import ScriptInput, job_script
 from clustertrain.plan.planner import plan
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit import job_script as render
+from clustertrain.submit import templates
+from clustertrain.submit.job_script import ScriptInput, job_script
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = (
@@ -187,7 +188,7 @@ def test_the_local_step(tmp_path: Path) -> None:
     text = job_script(given(backend="local", nodes=3, gpus=2, device="cpu"))
     assert "#SBATCH" not in text
     arrived = run_in_bash(text, tmp_path)
-    assert arrived[5:] == [str(tmp_path / "spy"), "-P", "-m", "clustertrain.launch.local_step", "--nodes", "3",
+    assert arrived[5:] == [str(tmp_path / "spy"), "-P", "-m", "clustertrain.scheduler.local_srun", "--nodes", "3",
                            "--gpus", "2", "--", str(tmp_path / "spy"), "-P", "-m", "clustertrain", "agent"]  # fmt: skip
 
 

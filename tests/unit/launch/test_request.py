@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch.request import Prepared, SubmitRequest, prepare
+from clustertrain.submit.request import Prepared, SubmitRequest, prepare
 from tests.fake_slurm.fixture import FakeSlurm
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from clustertrain.launch.backend import JobView
-from clustertrain.launch.requeue import Evidence, Verdict, classify, decide
 from clustertrain.run import endings
 from clustertrain.run.attempts import Attempt
+from clustertrain.scheduler.backend import JobView
+from clustertrain.scheduler.requeue_policy import Evidence, Verdict, classify, decide
 
 NODES = ("n1", "n2")
 RUNNING = JobView("7", "RUNNING")

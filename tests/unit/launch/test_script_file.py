@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import UsageError
-from clustertrain.launch.request import SubmitRequest, read_target
+from clustertrain.submit.request import SubmitRequest, read_target
 
 
 @pytest.mark.parametrize(

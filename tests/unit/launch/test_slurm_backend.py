@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import Submission
-from clustertrain.launch.slurm import SlurmBackend, work_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import Submission
+from clustertrain.scheduler.slurm import SlurmBackend, work_dir
 from tests.fake_slurm.fixture import FakeSlurm
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch import snapshot
-from clustertrain.launch.snapshot import Snapshot
+from clustertrain.submit import code_snapshot
+from clustertrain.submit.code_snapshot import Snapshot
 
 
 def git(folder: Path, *argv: str) -> None:
@@ -43,7 +43,7 @@ def take(
 ) -> tuple[Snapshot, list[str]]:
     target = tmp_path / "run" / "code"
     target.parent.mkdir(exist_ok=True)
-    made = snapshot.take(script, target, limit_mib=limit_mib, without=without, include=include)
+    made = code_snapshot.take(script, target, limit_mib=limit_mib, without=without, include=include)
     assert [p.name for p in target.parent.iterdir()] == ["code"]  # no scratch folder is left
     names = [str(Path(folder, n).relative_to(target)) for folder, sub, files in os.walk(target) for n in files]
     links = [
@@ -187,7 +187,7 @@ def test_no_mode_gives_rights_that_the_file_did_not_give(group: int, repository:
         write(repository / name).chmod(mode)
     take(repository / "scripts" / "train.py", tmp_path)
     code = tmp_path / "run" / "code"
-    snapshot.open_to(code, group)
+    code_snapshot.open_to(code, group)
     shared = {"src/lib.py": 0o750, "private.py": 0o600, "tool": 0o700, "open.py": 0o640}
     alone = {"src/lib.py": 0o700, "private.py": 0o600, "tool": 0o700, "open.py": 0o600}
     assert {name: stat.S_IMODE((code / name).stat().st_mode) for name in modes} == (shared if group else alone)
@@ -275,7 +275,7 @@ def test_too_much_names_the_largest_files_and_leaves_nothing(repository: Path, t
 
 
 def test_too_many_files_are_data(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_FILES", 2)
+    monkeypatch.setattr(code_snapshot, "MAX_FILES", 2)
     with pytest.raises(ConfigError, match="looks like data"):
         take(repository / "scripts" / "train.py", tmp_path)
 

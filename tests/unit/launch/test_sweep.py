@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
-from clustertrain.launch import sweep as sweeps
-from clustertrain.launch.request import SubmitRequest
-from clustertrain.launch.sweep import Swept, dry_sweep, product, submit_sweep, words
 from clustertrain.run import events
 from clustertrain.run.lookup import resolve_all
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
+from clustertrain.submit import sweep as sweeps
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.sweep import Swept, dry_sweep, product, submit_sweep, words
 from tests.fake_slurm.fixture import FakeSlurm
 
 Sweep = Callable[..., Swept]
@@ -226,7 +226,7 @@ def test_the_scheduler_is_asked_once_for_what_is_true_of_all(
     sweep: Sweep, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("clustertrain.launch.slurm.SlurmBackend.available", lambda _: asked.append("x") or "22.05")
+    monkeypatch.setattr("clustertrain.scheduler.slurm.SlurmBackend.available", lambda _: asked.append("x") or "22.05")
     sweep(*SIX)
     assert len(asked) == 1 and len(fake_slurm.calls("scontrol")) == 1
 

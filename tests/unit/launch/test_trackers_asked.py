@@ -11,7 +11,7 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
-from clustertrain.launch import trackers
+from clustertrain.submit.preflight import trackers
 
 
 def test_a_package_that_is_missing_is_refused_where_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:

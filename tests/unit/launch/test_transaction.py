@@ -15,12 +15,12 @@ import pytest
 import tomli_w
 
 from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
-from clustertrain.launch import submit as transaction
-from clustertrain.launch.request import SubmitRequest
-from clustertrain.launch.submit import Submitted, dry_run, submit
-from clustertrain.launch.sweep import submit_sweep
 from clustertrain.run import events
 from clustertrain.run.run_spec import load_spec
+from clustertrain.submit import transaction
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.sweep import submit_sweep
+from clustertrain.submit.transaction import Submitted, dry_run, submit
 from clustertrain.telemetry.analysis.settings import settings_of
 from tests.fake_slurm.fixture import FakeSlurm
 

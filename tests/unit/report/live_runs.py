@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 
 from clustertrain import fsio, settings
-from clustertrain.launch.local import LocalJob, folder_of
 from clustertrain.run import heartbeat
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.local import LocalJob, folder_of
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer

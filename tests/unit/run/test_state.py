@@ -11,9 +11,9 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.errors import Ambiguous, NotFound, UsageError
-from clustertrain.launch.backend import JobView
 from clustertrain.run import attempts, lookup, metrics, run_dir, state
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import JobView
 
 
 @pytest.fixture

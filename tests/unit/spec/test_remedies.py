@@ -8,7 +8,7 @@ import pytest
 
 from clustertrain.config.parsing import build, parse_toml, set_dotted, value_of
 from clustertrain.errors import ConfigError
-from clustertrain.launch.request import _RecipeFile
+from clustertrain.submit.request import _RecipeFile
 
 
 def fix_of(text: str) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from clustertrain.config import synonyms
 from clustertrain.config.parsing import build, known_keys, set_dotted, text_of
 from clustertrain.errors import ConfigError
-from clustertrain.launch.request import _RecipeFile
+from clustertrain.submit.request import _RecipeFile
 
 
 def said(key: str, value: Any = 1) -> str:

@@ -89,7 +89,7 @@ def test_both_forms_are_in_the_help() -> None:
     ],
 )
 def test_an_unknown_run_lists_close_matches(wanted: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustertrain.launch.slurm.work_dir", lambda name: None)
+    monkeypatch.setattr("clustertrain.scheduler.slurm.work_dir", lambda name: None)
     for args in ([wanted], ["compare", "gpt-abc", wanted]):
         done = CliRunner().invoke(telemetry, args)
         assert isinstance(done.exception, NotFound)

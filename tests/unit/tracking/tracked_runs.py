@@ -10,8 +10,8 @@ from clustertrain import fsio
 from clustertrain.config.job import JobSpec, RunSpec, ScriptSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.launch.submit import spec_text
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit.transaction import spec_text
 
 T0 = 1_800_000_000.0
 

@@ -21,10 +21,10 @@ from clustertrain.checkpoint import rollback
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.launch.submit import spec_text
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit.transaction import spec_text
 from clustertrain.train import result
 from clustertrain.train.evaluation.judge import Judge
 from clustertrain.train.evaluation.periodic import Evaluations

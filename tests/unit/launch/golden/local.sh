@@ -13,5 +13,5 @@ export CLUSTERTRAIN_RUN_DIR=/shared/ct/runs/demo-abcdef
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}
 
 exec "$agent_python" -P -m clustertrain batch -- \
-  "$agent_python" -P -m clustertrain.launch.local_step --nodes 2 --gpus 2 -- \
+  "$agent_python" -P -m clustertrain.scheduler.local_srun --nodes 2 --gpus 2 -- \
   "$agent_python" -P -m clustertrain agent

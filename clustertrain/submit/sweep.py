@@ -19,13 +19,13 @@ from clustertrain import fsio
 from clustertrain.config import unused_keys
 from clustertrain.config.parsing import ENVIRONMENT, assigned, value_of
 from clustertrain.errors import ClusterTrainError, ConfigError, UsageError
-from clustertrain.launch import render, submit
-from clustertrain.launch.backend import ArraySubmission
-from clustertrain.launch.choose import Purpose
-from clustertrain.launch.request import Prepared, SubmitRequest, counts, prepare
-from clustertrain.launch.submit import DryRun, Submitted
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import ArraySubmission
+from clustertrain.scheduler.registry import Purpose
+from clustertrain.submit import job_script, transaction
+from clustertrain.submit.request import Prepared, SubmitRequest, counts, prepare
+from clustertrain.submit.transaction import DryRun, Submitted
 
 OPTION, LOG = "--sweep", "log:"
 MOST_RUNS = 1000  # Slurm's MaxArraySize is 1001 unless a site changes it, and the number of a task is below it
@@ -148,15 +148,17 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
     try:
         # One snapshot, to which every run has a link: the same code for all, however many they are.
         with fsio.as_open_as(sweep):
-            taken = submit.take_code(request, first, sweep / "code")
-        made_from = submit.collect(request, taken)
+            taken = transaction.take_code(request, first, sweep / "code")
+        made_from = transaction.collect(request, taken)
         for n, task in enumerate(tasks):
             run = run_dir.create(task.prepared.spec.job.name, share=job.share)
             made.append((run, task))
             if taken is not None:
                 run.code.symlink_to(Path("../../sweeps", sweep.name, "code"))
             with fsio.as_open_as(run.path):
-                submit.write(task.prepared, run, taken, {**made_from, "sweep": {"id": sweep.name, "set": task.values}})
+                transaction.write(
+                    task.prepared, run, taken, {**made_from, "sweep": {"id": sweep.name, "set": task.values}}
+                )
             (sweep / str(n)).symlink_to(Path("../../runs", run.id))
         script = _array_script(tasks, sweep.name, at_once)
         if script is not None:
@@ -173,8 +175,8 @@ def submit_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | No
         _remove(sweep, made)  # and not after a Ctrl-C: see submit
         raise
     name = first.backend.name
-    runs = [(submit.announce(run, id_, name), task.values) for (run, task), id_ in zip(made, job_ids, strict=True)]
-    notes += submit.outside_notes(taken)
+    runs = [(transaction.announce(run, id_, name), task.values) for (run, task), id_ in zip(made, job_ids, strict=True)]
+    notes += transaction.outside_notes(taken)
     return Swept(sweep, job_ids[0].rpartition("_")[0] or None, name, tuple(runs), tuple(notes))
 
 
@@ -182,7 +184,7 @@ def dry_sweep(request: SubmitRequest, given: Sequence[str], at_once: int | None,
     """The scripts as they would be submitted but for the ends of the names. Makes nothing."""
     tasks, notes = _prepare(request, given, option, "dry-run")
     name = f"{run_dir.slug(tasks[0].prepared.spec.job.name)}-xxxxxx"
-    runs = [(DryRun(t.prepared.plan, submit.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
+    runs = [(DryRun(t.prepared.plan, transaction.script_without_a_run(t.prepared), ()), t.values) for t in tasks]
     return DrySweep(_array_script(tasks, name, at_once), tuple(runs), tuple(notes))
 
 
@@ -195,7 +197,7 @@ def _prepare(
     for values in product(given, request.assignments, option):
         try:
             prepared = prepare(replace(request, swept=values), tasks[0].prepared.backend if tasks else None, purpose)
-            notes += [*prepared.plan.warnings, *submit.check(prepared)]
+            notes += [*prepared.plan.warnings, *transaction.check(prepared)]
         except ClusterTrainError as e:
             if _fails_alike(request, e, purpose):
                 raise
@@ -205,13 +207,13 @@ def _prepare(
     _refuse_unread(tasks)
     _refuse_equal(tasks, option)
     _refuse_other_resources(tasks, option)
-    return tasks, [*dict.fromkeys(notes), *submit.advice(first)]
+    return tasks, [*dict.fromkeys(notes), *transaction.advice(first)]
 
 
 def _fails_alike(request: SubmitRequest, error: ClusterTrainError, purpose: Purpose) -> bool:
     """Whether the request fails so without any values of the grid: then they are not at fault."""
     try:
-        submit.check(prepare(request, purpose=purpose))
+        transaction.check(prepare(request, purpose=purpose))
     except ClusterTrainError as e:
         return e.message == error.message
     return False
@@ -255,7 +257,7 @@ def _refuse_other_resources(tasks: Sequence[Task], option: str) -> None:
 
 def _directives(prepared: Prepared) -> dict[str, str]:
     name = prepared.backend.name
-    pairs = render.directives(submit.script_input(prepared)) if name == "slurm" else []
+    pairs = job_script.directives(transaction.script_input(prepared)) if name == "slurm" else []
     return {"backend": name, **dict(pairs)}
 
 
@@ -263,10 +265,10 @@ def _array_script(tasks: Sequence[Task], sweep_id: str, at_once: int | None) -> 
     first = tasks[0].prepared
     if first.backend.name != "slurm":
         return None
-    return render.array_script(submit.script_input(first), sweep_id, len(tasks), at_once)
+    return job_script.array_script(transaction.script_input(first), sweep_id, len(tasks), at_once)
 
 
 def _remove(sweep: Path, made: Iterable[tuple[RunDir, Task]]) -> None:
     for run, task in made:
-        submit.remove(run, task.prepared.spec)
+        transaction.remove(run, task.prepared.spec)
     shutil.rmtree(sweep, ignore_errors=True)

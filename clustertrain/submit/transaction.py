@@ -18,28 +18,18 @@ from clustertrain import fsio, settings
 from clustertrain.config import storage_paths
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError, EnvironmentNotFit
-from clustertrain.launch import (
-    alerting,
-    code,
-    data,
-    entries,
-    extras,
-    filesystem,
-    record,
-    render,
-    snapshot,
-    templates,
-    trackers,
-)
-from clustertrain.launch.backend import PENDING, Submission
-from clustertrain.launch.request import Prepared, SubmitRequest, has_gpu, prepare, script_note
-from clustertrain.launch.snapshot import Snapshot
 from clustertrain.plan.layout import counted
 from clustertrain.plan.planner import Plan, require_fit
 from clustertrain.run import contract_status, run_dir
 from clustertrain.run.events import EventLog
 from clustertrain.run.recipe_hash import hash_of
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import PENDING, Submission
+from clustertrain.submit import code_snapshot, job_script, provenance, python_path, templates
+from clustertrain.submit.code_snapshot import Snapshot
+from clustertrain.submit.preflight import alerts as alerting
+from clustertrain.submit.preflight import data, entry_points, filesystem, packages, trackers
+from clustertrain.submit.request import Prepared, SubmitRequest, has_gpu, prepare, script_note
 
 SHOWN = 5  # secrets that a note names
 
@@ -118,9 +108,9 @@ def script_without_a_run(prepared: Prepared) -> str:
     run = RunDir(run_dir.runs_folder() / f"{run_dir.slug(prepared.spec.job.name)}-xxxxxx")
     paths: list[Path] = []
     if prepared.code is not None:
-        root, package = code.place(prepared.code)
-        paths = code.python_path(run.code, root, None if prepared.spec.script is not None else package)
-    return render.job_script(script_input(prepared, run, prepared.spec, paths))
+        root, package = python_path.place(prepared.code)
+        paths = python_path.python_path(run.code, root, None if prepared.spec.script is not None else package)
+    return job_script.job_script(script_input(prepared, run, prepared.spec, paths))
 
 
 def check(prepared: Prepared) -> list[str]:
@@ -135,15 +125,15 @@ def check(prepared: Prepared) -> list[str]:
         found.append(filesystem.check(Path(job.checkpoint_dir), "checkpoint_dir", shared=shared))
     found += [_check_places(prepared), _check_python(prepared)]
     if prepared.backend.name == "slurm":
-        render.directives(script_input(prepared))
+        job_script.directives(script_input(prepared))
     found += [data.check(prepared), data.epoch(prepared), _place(prepared), script_note(prepared)]
     alerts = prepared.spec.recipe.telemetry.alerts
     given = {name: value for name, value in prepared.spec.env.items() if name not in prepared.spec.secret_env}
     secret = prepared.spec.secret_env
     found += alerting.notes(alerts, share=job.share, environ={*os.environ, *secret}, given=given)
     if prepared.spec.script is None:
-        extras.check(prepared.spec.recipe, prepared.python)
-        found += entries.check(prepared)
+        packages.check(prepared.spec.recipe, prepared.python)
+        found += entry_points.check(prepared)
     environ = {**os.environ, **prepared.spec.env}
     found += trackers.check(prepared.spec.recipe.tracking, prepared.python, environ)
     return [note for note in found if note]
@@ -219,19 +209,19 @@ def take_code(request: SubmitRequest, prepared: Prepared, target: Path) -> Snaps
         if request.snapshot_include:
             raise ConfigError("--snapshot-include: this recipe names no code of your own, so no files are copied")
         return None
-    taken = snapshot.take(
+    taken = code_snapshot.take(
         prepared.code,
         target,
         limit_mib=request.snapshot_limit_mib,
         without=settings.home(),
         include=request.snapshot_include,
     )
-    snapshot.open_to(target, 0o050 if prepared.spec.job.share else 0o000)
+    code_snapshot.open_to(target, 0o050 if prepared.spec.job.share else 0o000)
     return taken
 
 
 def collect(request: SubmitRequest, taken: Snapshot | None) -> dict[str, Any]:
-    return record.collect(request.argv, request.cwd, snapshot.toplevel(taken.root) if taken else None)
+    return provenance.collect(request.argv, request.cwd, code_snapshot.toplevel(taken.root) if taken else None)
 
 
 def outside_notes(taken: Snapshot | None) -> list[str]:
@@ -259,10 +249,10 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
     if taken is not None:
         if spec.script is not None:
             spec = msgspec.structs.replace(spec, script=msgspec.structs.replace(spec.script, path=taken.script))
-        paths = code.python_path(run.code, run.code, taken.script if spec.script is None else None)
+        paths = python_path.python_path(run.code, run.code, taken.script if spec.script is None else None)
     mode = 0o640 if spec.job.share else 0o600
-    script = render.job_script(script_input(prepared, run, spec, paths))
-    if secrets := render.secrets(spec):
+    script = job_script.job_script(script_input(prepared, run, spec, paths))
+    if secrets := job_script.secrets(spec):
         fsio.write_text(run.secrets, secrets, mode=0o600)
     fsio.write_text(run.spec, spec_text(spec), mode=mode)
     plan = msgspec.json.format(msgspec.json.encode(prepared.plan), indent=1).decode()
@@ -276,9 +266,9 @@ def write(prepared: Prepared, run: RunDir, taken: Snapshot | None, made_from: di
 
 def script_input(
     prepared: Prepared, run: RunDir | None = None, spec: RunSpec | None = None, paths: Sequence[Path] = ()
-) -> render.ScriptInput:
+) -> job_script.ScriptInput:
     """Without ``run`` for what does not depend on it: the directives but for the job's name."""
-    return render.ScriptInput(
+    return job_script.ScriptInput(
         run=run or RunDir(run_dir.runs_folder() / "unnamed"),
         spec=spec or prepared.spec,
         profile=prepared.profile,
@@ -317,7 +307,7 @@ def remove(run: RunDir, spec: RunSpec) -> None:
 
 def spec_text(spec: RunSpec) -> str:
     """What spec.toml says, which has no secrets."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(render.without_secrets(spec))))
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(job_script.without_secrets(spec))))
 
 
 def _without_none(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 from clustertrain.config.job import JobSpec
 from clustertrain.config.parsing import text_of
 from clustertrain.errors import CommandFailed, EnvironmentNotFit
-from clustertrain.launch.backend import Backend
+from clustertrain.scheduler.backend import Backend
 
 # "here": what is planned trains in this process's allocation or on this machine, as the checks of `diagnose`.
 Purpose = Literal["submit", "dry-run", "plan", "here"]
@@ -29,7 +29,7 @@ def backend(job: JobSpec, purpose: Purpose = "submit") -> Backend:
     if job.backend == "local":
         return of_run("local")
     # Not at the top: each backend brings imports that the other does not need.
-    from clustertrain.launch.slurm import SlurmBackend
+    from clustertrain.scheduler.slurm import SlurmBackend
 
     slurm = SlurmBackend()
     try:
@@ -64,9 +64,9 @@ def of_run(name: str) -> Backend:
     """The backend that a run was submitted to, whether or not it answers from here: a run's own files can always be
     read."""
     if name == "local":
-        from clustertrain.launch.local import LocalBackend
+        from clustertrain.scheduler.local import LocalBackend
 
         return LocalBackend()
-    from clustertrain.launch.slurm import SlurmBackend
+    from clustertrain.scheduler.slurm import SlurmBackend
 
     return SlurmBackend()

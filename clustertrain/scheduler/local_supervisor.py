@@ -1,4 +1,4 @@
-"""The detached process that plays slurmctld for one local job. ``python -m clustertrain.launch.supervisor FOLDER``."""
+"""The detached process that plays slurmctld for one local job. ``python -m clustertrain.scheduler.local_supervisor FOLDER``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import psutil
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import CommandFailed
-from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING
-from clustertrain.launch.local import JobFolder, LocalBackend, LocalJob, folder_of
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING
+from clustertrain.scheduler.local import JobFolder, LocalBackend, LocalJob, folder_of
 
 POLL_S = 0.1
 TURN_S = 0.5

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_STOPPED
-from clustertrain.launch.backend import RUNNING, JobView
 from clustertrain.run import endings, hang_analysis
 from clustertrain.run.attempts import Attempt
+from clustertrain.scheduler.backend import RUNNING, JobView
 
 Action = Literal["finish", "requeue", "resubmit", "stop"]
 # How close to the time limit a stop counts as one because of it.

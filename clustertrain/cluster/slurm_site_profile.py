@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clustertrain import reading
+from clustertrain.cluster.slurm_site import Node, Partition, Site
 from clustertrain.config import hardware
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import UsageError
-from clustertrain.launch.accounting import word
-from clustertrain.launch.site import Node, Partition, Site
+from clustertrain.scheduler.slurm_parse import word
 
 _UNLIMITED = frozenset({"UNLIMITED", "NONE", "INFINITE"})
 

@@ -13,7 +13,7 @@ from clustertrain.config.data import BUILT_IN, DIGITS, DataKind
 from clustertrain.config.image_checks import Known
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.launch.request import Prepared
+from clustertrain.submit.request import Prepared
 
 
 def check(prepared: Prepared) -> str | None:

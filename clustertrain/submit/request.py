@@ -24,12 +24,14 @@ from clustertrain.config.recipe import Recipe, RehearsalSpec
 from clustertrain.config.script_keys import of_trainer
 from clustertrain.config.unused_keys import Only
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.launch import choose, code, counting, render, script_file
-from clustertrain.launch.backend import Backend
-from clustertrain.launch.snapshot import LIMIT_MIB
 from clustertrain.plan import checks
 from clustertrain.plan import script_checks as scripts
 from clustertrain.plan.planner import Plan, plan
+from clustertrain.scheduler import registry
+from clustertrain.scheduler.backend import Backend
+from clustertrain.submit import job_script, python_path
+from clustertrain.submit.code_snapshot import LIMIT_MIB
+from clustertrain.submit.preflight import model_stats, script_file
 
 Count = Literal["no", "yes", "trace"]
 _FROM_PROFILE = ("partition", "account", "qos", "time", "mem", "gpu_type", "cpus_per_gpu")
@@ -81,7 +83,7 @@ def counts(key: str) -> bool:
     return type_at(_RecipeFile, parts_of(key)) in (int, int | str)
 
 
-def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choose.Purpose = "submit") -> Prepared:
+def prepare(request: SubmitRequest, known: Backend | None = None, purpose: registry.Purpose = "submit") -> Prepared:
     """Merge, check and plan. ``known`` is a backend that was chosen before, so that it need not be looked for again.
 
     Raises:
@@ -110,7 +112,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         name=job.name or name,
         checkpoint_dir=_checkpoint_dir(request.cwd, job.checkpoint_dir),
     )
-    backend = known if known is not None and job.backend in ("auto", known.name) else choose.backend(job, purpose)
+    backend = known if known is not None and job.backend in ("auto", known.name) else registry.backend(job, purpose)
     asked_device = job.device if job.device != "auto" else profile.device
     device = resolve_device(asked_device, backend.name, job.gpu_type if purpose != "here" else "")
     checks.of_fp16(asked.train.precision, device, job.device)
@@ -129,7 +131,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         secret_env=tuple(sorted(request.env)),
     )
     _refuse_other_encodings(spec)
-    render.check_environment(spec.env)
+    job_script.check_environment(spec.env)
     _refuse_late_profile(spec)
     notes = [*unused_keys.notes(unread, recipe), *_rehearsed(spec)]
     searched = _searched(request, recipe)
@@ -139,7 +141,7 @@ def prepare(request: SubmitRequest, known: Backend | None = None, purpose: choos
         plan=plan(spec, profile, device, taken=request.environ.keys()),
         backend=backend,
         python=profile.python or sys.executable,
-        code=Path(script.path) if script is not None else code.of_entries(_entries(recipe), searched),
+        code=Path(script.path) if script is not None else python_path.of_entries(_entries(recipe), searched),
         searched=searched,
         unread=tuple(key for key, _ in unused_keys.written(typed) if key in unread),
     )
@@ -202,8 +204,8 @@ def _count(request: SubmitRequest, prepared: Prepared) -> Prepared:
     if not trace and (request.count == "no" or spec.script is not None or not spec.recipe.model.entry):
         return prepared
     try:
-        found = counting.count(spec, chosen, prepared.python, prepared.code, request.environ, trace=trace)
-    except counting.NotCounted as e:
+        found = model_stats.count(spec, chosen, prepared.python, prepared.code, request.environ, trace=trace)
+    except model_stats.NotCounted as e:
         return _noted(prepared, [f"the model could not be counted here: {e.message}"])
     chosen = plan(spec, prepared.profile, chosen.device, taken=request.environ.keys(), counted=found)
     return dataclasses.replace(prepared, plan=chosen)
@@ -297,7 +299,7 @@ def _searched(request: SubmitRequest, recipe: Recipe) -> tuple[Path, ...]:
     if not any(_entries(recipe).values()):
         return ()
     beside = [(request.cwd / request.target).parent] if request.target else []
-    return tuple(code.around([*beside, request.cwd]))
+    return tuple(python_path.around([*beside, request.cwd]))
 
 
 def script_note(prepared: Prepared) -> str | None:

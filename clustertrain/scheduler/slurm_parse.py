@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from clustertrain import reading
-from clustertrain.launch.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
+from clustertrain.scheduler.backend import COMPLETING, PENDING, RUNNING, JobStart, JobView
 
 NOTHING = frozenset({"", "N/A", "n/a", "None", "NONE", "(null)", "Unknown", "None assigned", "NOT_SET"})
 SQUEUE_FIELDS = ("JobArrayID", "State", "RestartCnt", "StartTime", "EndTime", "PreemptTime", "NodeList", "Reason")

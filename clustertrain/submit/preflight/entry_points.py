@@ -12,8 +12,8 @@ from pathlib import Path
 
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
-from clustertrain.launch import code, snapshot
-from clustertrain.launch.request import Prepared
+from clustertrain.submit import code_snapshot, python_path
+from clustertrain.submit.request import Prepared
 
 _AT_RUN_TIME = frozenset({"globals", "exec"})  # what gives a module names that are nowhere written
 
@@ -55,8 +55,8 @@ def _taken(prepared: Prepared) -> list[str]:
     """Folders whose snapshot comes before all else."""
     if prepared.code is None:
         return []
-    root, package = code.place(prepared.code)
-    return [str(folder) for folder in code.python_path(root, root, package)]
+    root, package = python_path.place(prepared.code)
+    return [str(folder) for folder in python_path.python_path(root, root, package)]
 
 
 def _asked_for(prepared: Prepared) -> list[str]:
@@ -66,7 +66,7 @@ def _asked_for(prepared: Prepared) -> list[str]:
 
 def _check_taken(said: str, file: Path, prepared: Prepared) -> None:
     """Raises ConfigError where the snapshot will lack ``file``."""
-    if prepared.code is not None and file.resolve() != prepared.code.resolve() and snapshot.ignored(file):
+    if prepared.code is not None and file.resolve() != prepared.code.resolve() and code_snapshot.ignored(file):
         raise ConfigError(
             f"{said}: git ignores {file}, so the snapshot of the code would lack it", fix="take it out of .gitignore"
         )

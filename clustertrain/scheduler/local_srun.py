@@ -1,6 +1,6 @@
 """The local backend's srun: one agent a simulated node, on this machine.
 
-``python -m clustertrain.launch.local_step --nodes N --gpus G -- COMMAND…``
+``python -m clustertrain.scheduler.local_srun --nodes N --gpus G -- COMMAND…``
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from clustertrain import clock, proc, settings
-from clustertrain.launch.local import node_names
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.local import node_names
 
 POLL_S = 0.1
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch import accounting
-from clustertrain.launch.refusals import is_refusal
+from clustertrain.scheduler import slurm_parse
+from clustertrain.scheduler.slurm_refusals import is_refusal
 
 # submitit expands these in the path of its folder, and would then write somewhere else.
 _SUBMITIT_TAGS = ("%j", "%t", "%A", "%a")
@@ -60,7 +60,7 @@ def sbatch(text: str, options: Sequence[str], folder: Path, environ: Mapping[str
             # The public submit() takes a Python function to pickle; a command of one's own has only this entry.
             return Executor(folder=scratch)._submit_command("").job_id
         except submitit.core.utils.FailedJobError as e:
-            said = accounting.plain(str(e) or printed.getvalue())
+            said = slurm_parse.plain(str(e) or printed.getvalue())
             if is_refusal(said):
                 raise SchedulerRefused(f"Slurm refused the job: {said}") from e
             raise CommandFailed(f"sbatch failed: {said}", fix="see whether Slurm answers: `scontrol ping`") from e

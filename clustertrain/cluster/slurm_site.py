@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from clustertrain import proc, reading
 from clustertrain.errors import CommandFailed
-from clustertrain.launch.accounting import plain, word
-from clustertrain.launch.slurm import ANSWER_S, client_environ
+from clustertrain.scheduler.slurm import ANSWER_S, client_environ
+from clustertrain.scheduler.slurm_parse import plain, word
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import psutil
 from clustertrain import clock, fsio, proc, reading, schema, settings
 from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 from clustertrain.run.run_spec import load_spec
+from clustertrain.scheduler.backend import ENDED, PENDING, ArraySubmission, Backend, JobStart, JobView, Submission
 
 PREFIX = "local-"
 START_TIMEOUT_S = 30.0
@@ -130,7 +130,7 @@ class LocalBackend(Backend):
             )
         )
         env = settings.without_allocation(submission.environ if submission.environ is not None else os.environ)
-        argv = proc.python_module(sys.executable, "clustertrain.launch.supervisor", str(folder.path))
+        argv = proc.python_module(sys.executable, "clustertrain.scheduler.local_supervisor", str(folder.path))
         child = proc.start(argv, env=env, cwd=submission.run.path, log=folder.log, new_session=True)
 
         def answered() -> bool:

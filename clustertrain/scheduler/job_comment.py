@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch import slurm
+from clustertrain.scheduler import slurm
 
 FIRST_S = 60.0  # after the start of an attempt
 EVERY_S = 600.0  # a site's controller has other things to do

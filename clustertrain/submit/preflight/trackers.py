@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from clustertrain.config.tracking import TrackingSpec
 from clustertrain.errors import ConfigError
-from clustertrain.launch.extras import installed
+from clustertrain.submit.preflight.packages import installed
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 

@@ -18,9 +18,9 @@ import psutil
 
 from clustertrain import clock, fsio, reading
 from clustertrain.errors import ClusterTrainError
-from clustertrain.launch.backend import Backend, Submission
 from clustertrain.run import events, json_files
 from clustertrain.run.run_dir import AttemptDir, RunDir
+from clustertrain.scheduler.backend import Backend, Submission
 
 ANSWER_S = 30.0  # for a running attempt, which looks once a second
 SUBMITTING_S = 600.0  # after which a command on another machine counts as dead where it has submitted nothing

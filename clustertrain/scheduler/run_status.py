@@ -9,8 +9,6 @@ import msgspec
 
 from clustertrain import clock
 from clustertrain.errors import ClusterTrainError, CommandFailed
-from clustertrain.launch.backend import Backend, JobStart, JobView
-from clustertrain.launch.choose import of_run
 from clustertrain.run import attempts, contract_status, endings, events, metrics, state
 from clustertrain.run.attempts import Attempt
 from clustertrain.run.contract_status import Standing
@@ -18,6 +16,8 @@ from clustertrain.run.goodput import Goodput, ledger
 from clustertrain.run.recipe_hash import recipe_hash
 from clustertrain.run.run_dir import RunDir, readable
 from clustertrain.run.run_spec import load_spec
+from clustertrain.scheduler.backend import Backend, JobStart, JobView
+from clustertrain.scheduler.registry import of_run
 
 
 @dataclass(frozen=True)

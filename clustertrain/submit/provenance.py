@@ -13,8 +13,8 @@ from typing import Any
 import clustertrain
 from clustertrain import clock
 from clustertrain.errors import CommandFailed
-from clustertrain.launch import git
-from clustertrain.launch.secret_files import looks_secret
+from clustertrain.submit import git
+from clustertrain.submit.secret_files import looks_secret
 
 DIFF_LIMIT_BYTES = 1024 * 1024
 _WITH_SECRETS = ("--env", "--set")

@@ -12,10 +12,10 @@ from clustertrain import proc, schema, settings
 from clustertrain.config.job import RunSpec
 from clustertrain.config.telemetry import TelemetrySpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, ConfigError
-from clustertrain.launch import code
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.user_model import Counted
 from clustertrain.plan.planner import Plan
+from clustertrain.submit import python_path
 
 TIMEOUT_S = 180.0  # the import of torch takes a minute over a busy network file system
 
@@ -47,7 +47,7 @@ def count(
     argv = proc.python_module(python, "clustertrain.train.shapes", json.dumps(request))
     env = {**settings.without_allocation(environ), **spec.env}
     try:
-        done = proc.run(argv, timeout_s=TIMEOUT_S, env=code.environment_in_place(package, env), check=False)
+        done = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.environment_in_place(package, env), check=False)
     except CommandFailed as e:
         # Without the request, which is in the words of the timeout.
         raise NotCounted(f"{python}: no answer in {TIMEOUT_S:g} s" if Path(python).exists() else e.message) from e

@@ -12,10 +12,10 @@ import msgspec
 import tomlkit
 
 from clustertrain import fsio
+from clustertrain.cluster.slurm_site_profile import Found
 from clustertrain.config.cluster import ClusterProfile, Measured
 from clustertrain.config.parsing import build, parse_toml
 from clustertrain.errors import ConfigError
-from clustertrain.launch.findings import Found
 
 
 @dataclass(frozen=True)

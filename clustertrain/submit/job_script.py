@@ -15,9 +15,9 @@ from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.time_limits import seconds_of
 from clustertrain.errors import ConfigError
-from clustertrain.launch import templates
 from clustertrain.plan.planner import Plan
 from clustertrain.run.run_dir import RunDir
+from clustertrain.submit import templates
 
 # Ours: another value would contradict the plan or the way batch and agents work.
 _OWN_KEYS = {

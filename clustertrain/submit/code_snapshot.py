@@ -19,8 +19,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from clustertrain.errors import CommandFailed, ConfigError
-from clustertrain.launch import git
-from clustertrain.launch.secret_files import looks_secret
+from clustertrain.submit import git
+from clustertrain.submit.secret_files import looks_secret
 
 LIMIT_MIB = 100
 MAX_FILES = 50_000

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from clustertrain.errors import ConfigError
-from clustertrain.launch import snapshot
+from clustertrain.submit import code_snapshot
 
 
 def around(folders: Iterable[Path]) -> list[Path]:
     """Where the user's code is looked for: each of ``folders``, the root of its repository and the root's ``src``."""
     found: list[Path] = []
     for folder in folders:
-        root = snapshot.toplevel(folder)
+        root = code_snapshot.toplevel(folder)
         found += [folder] if root is None else [folder, root, root / "src"]
     return list(dict.fromkeys(found))
 
@@ -50,7 +50,7 @@ def of_entries(entries: Mapping[str, str], places: Sequence[Path]) -> Path | Non
 
 def place(found: Path) -> tuple[Path, str]:
     """The folder that a snapshot for ``found`` copies, and where in it that lies."""
-    root = snapshot.root_of(found)
+    root = code_snapshot.root_of(found)
     return root, str((found.parent.resolve() / found.name).relative_to(root))
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from clustertrain import proc, reading, settings
 from clustertrain.errors import CommandFailed, SchedulerRefused
-from clustertrain.launch import accounting
-from clustertrain.launch.backend import ArraySubmission, Backend, JobStart, JobView, Submission
-from clustertrain.launch.refusals import is_refusal
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import slurm_parse
+from clustertrain.scheduler.backend import ArraySubmission, Backend, JobStart, JobView, Submission
+from clustertrain.scheduler.slurm_refusals import is_refusal
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 # Variables that change what the commands print or do.
@@ -71,7 +71,7 @@ class SlurmBackend(Backend):
         done = _ask(
             "scontrol", "--oneliner", "show", "partition", *([partition] if partition else []), answer_s=self.answer_s
         )
-        return accounting.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
+        return slurm_parse.preemption_advice(done.stdout, partition) if done.returncode == 0 else []
 
     def cancel(self, *job_ids: str) -> None:
         # Not submitit's Job.cancel: docs/decisions/0008.
@@ -79,12 +79,12 @@ class SlurmBackend(Backend):
         said = done.stderr.splitlines()
         failures = [line for line in said if _UNKNOWN_JOB not in line]
         if done.returncode and (failures or not said):
-            raise CommandFailed(f"scancel {' '.join(job_ids)} failed: {accounting.plain(chr(10).join(failures))}")
+            raise CommandFailed(f"scancel {' '.join(job_ids)} failed: {slurm_parse.plain(chr(10).join(failures))}")
 
     def requeue(self, job_id: str) -> None:
         done = _ask("scontrol", "requeue", _checked(job_id), answer_s=self.answer_s)
         if done.returncode:
-            said = accounting.plain(done.stderr or done.stdout)
+            said = slurm_parse.plain(done.stderr or done.stdout)
             if is_refusal(said):
                 raise SchedulerRefused(f"Slurm did not requeue job {job_id}: {said}")
             raise CommandFailed(f"Slurm gave no answer to the requeue of job {job_id}: {said}")
@@ -104,7 +104,7 @@ class SlurmBackend(Backend):
             "squeue", "--noheader", f"--user={os.getuid()}", "--Format=JobID:|,WorkDir:|", answer_s=self.answer_s
         )
         if done.returncode:
-            raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}")
+            raise CommandFailed(f"squeue failed: {slurm_parse.plain(done.stderr)}")
         lines = (line.rstrip("|").split("|", 1) for line in done.stdout.splitlines())
         ids = [int(words[0]) for words in lines if reading.is_count(words[0]) and words[1:] == [str(run.path)]]
         newest = max(ids, default=0)
@@ -116,7 +116,7 @@ class SlurmBackend(Backend):
         return f"{array}_{task}" if array and task else environ.get(settings.SLURM_JOB_ID)
 
     def own_nodes(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        return accounting.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
+        return slurm_parse.expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
 
     def views(self, job_ids: Iterable[str]) -> dict[str, JobView]:
         # Ids come from the files of many runs: a bad one must not keep the others from an answer.
@@ -126,37 +126,37 @@ class SlurmBackend(Backend):
         done = _ask(
             # --array: a line for each task; those that wait would else share the line 123_[2-5%1].
             "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(wanted)}",
-            f"--Format={accounting.SQUEUE_FORMAT}", answer_s=self.answer_s,
+            f"--Format={slurm_parse.SQUEUE_FORMAT}", answer_s=self.answer_s,
         )  # fmt: skip
         if done.returncode:
             # Said only when a single id was asked for; of several, the unknown ones are left out in silence.
             if _UNKNOWN_JOB in done.stderr:
                 return {} if len(wanted) == 1 else {k: v for one in wanted for k, v in self.views([one]).items()}
-            raise CommandFailed(f"squeue failed: {accounting.plain(done.stderr)}", fix="see whether `squeue` answers")
-        views = accounting.read_squeue(done.stdout)
+            raise CommandFailed(f"squeue failed: {slurm_parse.plain(done.stderr)}", fix="see whether `squeue` answers")
+        views = slurm_parse.read_squeue(done.stdout)
         return {job_id: views[job_id] for job_id in wanted if job_id in views}
 
     def starts(self, job_id: str) -> list[JobStart]:
-        fields = ",".join(accounting.SACCT_FIELDS)
+        fields = ",".join(slurm_parse.SACCT_FIELDS)
         # -D: every start, not the last one alone; -X: no steps.
         done = _ask("sacct", "-D", "-X", "-P", "-n", "-j", _checked(job_id), "-o", fields, answer_s=self.answer_s)
         if done.returncode:
             if "accounting storage is disabled" in done.stderr.lower():
                 return []
-            raise CommandFailed(f"sacct failed: {accounting.plain(done.stderr)}")
-        return accounting.read_sacct(done.stdout, job_id)
+            raise CommandFailed(f"sacct failed: {slurm_parse.plain(done.stderr)}")
+        return slurm_parse.read_sacct(done.stdout, job_id)
 
 
 def _sbatch(folder: Path, options: Sequence[str], environ: Mapping[str, str] | None) -> str:
     """``job.sh`` of that folder, which becomes the job's WorkDir."""
     # Not at the top: it imports submitit, which only a submission needs.
-    from clustertrain.launch import submitit_adapter
+    from clustertrain.scheduler import sbatch
 
     text = reading.read_text(folder / "job.sh")
     clean = settings.without_allocation(os.environ if environ is None else environ)
     # sbatch believes its environment more than the script, but what the user typed stands in the script.
     clean = {k: v for k, v in clean.items() if f"#SBATCH --{k.removeprefix('SBATCH_').lower()}=" not in text}
-    return submitit_adapter.sbatch(text, [f"--chdir={folder}", *options], folder, clean)
+    return sbatch.sbatch(text, [f"--chdir={folder}", *options], folder, clean)
 
 
 def work_dir(job_id: str) -> Path | None:
@@ -183,7 +183,7 @@ def comment(job_id: str) -> str:
     """
     done = _ask("squeue", "--noheader", f"--jobs={_checked(job_id)}", "--format=%k")
     if done.returncode or not done.stdout.strip():
-        raise CommandFailed(f"squeue says nothing of job {job_id}: {accounting.plain(done.stderr)}")
+        raise CommandFailed(f"squeue says nothing of job {job_id}: {slurm_parse.plain(done.stderr)}")
     said = done.stdout.splitlines()[0].strip()
     return "" if said == "(null)" else said
 
@@ -197,7 +197,7 @@ def set_comment(job_id: str, text: str) -> None:
     """
     done = _ask("scontrol", "update", f"JobId={_checked(job_id)}", f"Comment={text}")
     if done.returncode:
-        said = accounting.plain(done.stderr or done.stdout)
+        said = slurm_parse.plain(done.stderr or done.stdout)
         if is_refusal(said) and not any(words in said.lower() for words in _ENDED):
             raise SchedulerRefused(f"Slurm did not change the comment of job {job_id}: {said}")
         raise CommandFailed(f"the comment of job {job_id} was not changed: {said}")

@@ -1,0 +1,1 @@
+"""Detects what a cluster profile can be filled with."""

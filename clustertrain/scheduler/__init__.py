@@ -1,0 +1,1 @@
+"""Slurm and its stand-in on one machine: submit, cancel, requeue and query jobs."""

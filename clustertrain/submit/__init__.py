@@ -1,0 +1,1 @@
+"""Turns a request into a run folder and a job."""

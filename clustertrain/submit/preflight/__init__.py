@@ -1,0 +1,1 @@
+"""Checks that a job can start, before it is queued."""
