@@ -11,7 +11,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.doctor.detect import Detected
+    from clustertrain.cluster.detect import Detected
 
 
 @click.group()
@@ -83,8 +83,8 @@ def detect(dry_run: bool, as_json: bool, **asked: Any) -> int:
     another value is kept and told, unless --force.
     """
     from clustertrain.cluster import profile_file
-    from clustertrain.doctor.detect import Request
-    from clustertrain.doctor.detect import detect as find_out
+    from clustertrain.cluster.detect import Request
+    from clustertrain.cluster.detect import detect as find_out
 
     seen = find_out(Request(**asked), os.environ, lambda text: click.echo(text, err=True))
     write = bool(seen.merged.written) and not dry_run

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from clustertrain import clock
-from clustertrain.doctor import rates
-from clustertrain.doctor.rates import MARK, Where
+from clustertrain.cluster import bench
+from clustertrain.cluster.bench import MARK, Where
 from clustertrain.scheduler.sockets import free_port
 from tests.runs import INTERRUPTIBLE
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 def test_this_machine_alone() -> None:
     said: list[str] = []
-    found = rates.measure(Where(python=sys.executable, device="cpu"), said.append)
+    found = bench.measure(Where(python=sys.executable, device="cpu"), said.append)
     assert found.failures == () and found.measured is not None
     m = found.measured
     assert (m.device, m.ranks, m.nodes, m.gemm_dtype, m.torch) == ("cpu", 2, 1, "fp32", torch.__version__)
@@ -38,7 +38,7 @@ def test_this_machine_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
-    found = rates.measure(Where(python=sys.executable, device="cuda"), lambda _: None)
+    found = bench.measure(Where(python=sys.executable, device="cuda"), lambda _: None)
     assert found.measured is None
     assert found.failures == (
         "measuring matrix products: RuntimeError: CUDA was asked for, and torch sees no GPU it can use",
@@ -47,7 +47,7 @@ def test_a_gpu_that_is_not_there_is_no_rate_of_the_cpu() -> None:
 
 def test_two_nodes_meet_and_one_of_them_tells() -> None:
     """Each node's process as srun would start it, both on this machine."""
-    argv = [sys.executable, "-m", "clustertrain.doctor.node_step", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
+    argv = [sys.executable, "-m", "clustertrain.cluster.bench_node", "--ranks", "1", "--nodes", "localhost,127.0.0.1"]
     argv += ["--port", str(free_port()), "all-reduce-across", "--device", "cpu"]
     steps = [
         subprocess.Popen(argv, env={**os.environ, "SLURM_NODEID": str(n)}, stdout=subprocess.PIPE, text=True)

@@ -114,7 +114,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["top", "--once", "--json"], "clustertrain.report.live"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
         (["cluster", "list"], "clustertrain.config.cluster"),
-        (["cluster", "detect", "--local", "--dry-run"], "clustertrain.doctor.rates"),
+        (["cluster", "detect", "--local", "--dry-run"], "clustertrain.cluster.bench"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

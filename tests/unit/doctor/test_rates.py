@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from clustertrain.cluster import bench
+from clustertrain.cluster.bench import Outcome, Where
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.node_facts import Cpus, Interface, NodeFacts
-from clustertrain.doctor import rates
-from clustertrain.doctor.rates import Outcome, Where
 
 Measure = Callable[..., Outcome]
 SEEN = '{"kind": "cuda", "device": "NVIDIA H100", "count": 8, "torch": "2.13.0", "port": 1}'
@@ -42,7 +42,7 @@ def measured(tmp_path: Path) -> Measure:
         srun.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
         srun.chmod(0o755)
         path = f"{tmp_path}:/usr/bin:/bin"
-        return rates.measure(Where(python=str(python), nodes=nodes, env={"PATH": path}), lambda _: None)
+        return bench.measure(Where(python=str(python), nodes=nodes, env={"PATH": path}), lambda _: None)
 
     return call
 
@@ -84,7 +84,7 @@ def test_nothing_measured_is_no_measurement(measured: Measure) -> None:
     assert found.measured is None and found.failures == ("measuring matrix products: exit code 1: no torch",)
     found = measured(gemm=say(SEEN) + "; exit 1", inside="exit 1")
     assert found.measured is None and len(found.failures) == 2
-    found = rates.measure(Where(python="/no/such/python"), lambda _: None)
+    found = bench.measure(Where(python="/no/such/python"), lambda _: None)
     assert found.measured is None and "cannot be started" in found.failures[0]
 
 
@@ -95,7 +95,7 @@ def test_one_gpu_has_nothing_to_reduce_with(measured: Measure) -> None:
 
 
 def test_one_that_takes_too_long_is_ended(measured: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bench, "TIMEOUT_S", 0.3)
     found = measured(gemm="exec sleep 600")
     assert found.failures[-1] == "measuring matrix products: it took longer than 0.3 s"
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clustertrain import clock, settings
-from clustertrain.cluster import profile_file, slurm_site, slurm_site_profile
+from clustertrain.cluster import bench, profile_file, slurm_site, slurm_site_profile
+from clustertrain.cluster.bench import Outcome, Where
+from clustertrain.cluster.local_machine import of_machine
 from clustertrain.cluster.profile_file import Merged
 from clustertrain.cluster.slurm_site import Site
 from clustertrain.cluster.slurm_site_profile import Findings
 from clustertrain.config import cluster
 from clustertrain.config.cluster import ClusterProfile
 from clustertrain.config.parsing import read_text
-from clustertrain.doctor import rates
-from clustertrain.doctor.machine import of_machine
-from clustertrain.doctor.rates import Outcome, Where
 from clustertrain.errors import UsageError
 from clustertrain.scheduler.slurm import SlurmBackend
 
@@ -103,4 +102,4 @@ def _measure(
     nodes = SlurmBackend().own_nodes(environ) if allocated else ()
     # Of a partition with GPUs, rates of the CPU would be wrong, not slow.
     device = before.device if before.device != "auto" or "device" not in found.keys else found.keys["device"].value
-    return rates.measure(Where.of(before, sys.executable, nodes, device), say)
+    return bench.measure(Where.of(before, sys.executable, nodes, device), say)

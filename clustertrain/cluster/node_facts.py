@@ -1,4 +1,4 @@
-"""``python -m clustertrain.doctor.facts``: what the node that it runs on is made of, as a line for who asked."""
+"""``python -m clustertrain.cluster.node_facts``: what the node that it runs on is made of, as a line for who asked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 import msgspec
 
+from clustertrain.cluster.bench import MARK
 from clustertrain.config.node_facts import NodeFacts
-from clustertrain.doctor.rates import MARK
 from clustertrain.sysinfo.node import read
 from clustertrain.telemetry.readers.nvml import NvmlError
 from clustertrain.telemetry.readers.topology import read_gpus

@@ -1,4 +1,4 @@
-"""``python -m clustertrain.doctor.node_step``: one process a node. It starts the ranks of one measurement with
+"""``python -m clustertrain.cluster.bench_node``: one process a node. It starts the ranks of one measurement with
 torchrun, as the agent does for a run, and leaves none of them behind."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from types import FrameType
 
 from clustertrain import proc, settings
-from clustertrain.doctor.facts import here
+from clustertrain.cluster.node_facts import here
 from clustertrain.plan.env import nccl
 from clustertrain.scheduler.sockets import free_port, interface_towards
 
@@ -38,7 +38,7 @@ def main() -> int:
             f"--master-port={port}", f"--rdzv-id=measure-{port}",
             f"--nnodes={max(1, len(nodes))}", f"--node-rank={rank}", f"--nproc-per-node={options.ranks}",
             "--max-restarts=0", "--no-python",
-            *proc.python_module(sys.executable, "clustertrain.doctor.measure", options.what),
+            *proc.python_module(sys.executable, "clustertrain.cluster.bench_ranks", options.what),
             "--device", options.device,
         ],
         env=_environment(nodes, rank, options.device),

@@ -1,4 +1,4 @@
-"""``python -m clustertrain.doctor.measure gemm|all-reduce|all-reduce-across``: short measurements with torch.
+"""``python -m clustertrain.cluster.bench_ranks gemm|all-reduce|all-reduce-across``: short measurements with torch.
 
 ``gemm`` is one process, the others are ranks of torchrun. What was measured goes to standard output, one line of JSON
 after ``MARK``, so that it comes through srun and torchrun, and needs no filesystem that all nodes see.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from clustertrain import clock
-from clustertrain.doctor.rates import MARK
+from clustertrain.cluster.bench import MARK
 from clustertrain.scheduler.sockets import free_port
 
 SAMPLES = 7
