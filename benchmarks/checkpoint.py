@@ -44,7 +44,7 @@ from benchmarks.cold import IN_MEMORY, file_system
 from benchmarks.measure import CannotRun
 from benchmarks.rank_team import Team, together
 from benchmarks.verdict import Goal, interval, verdict
-from clustertrain.checkpoint.staging import available_memory
+from clustertrain.checkpoint.save.staging import available_memory
 
 SIZES = [1 << 30, 4 << 30]
 ROUNDS = 9

@@ -15,7 +15,7 @@ HOME = "CLUSTERTRAIN_HOME"
 CLUSTER = "CLUSTERTRAIN_CLUSTER"
 CLUSTER_PATH = "CLUSTERTRAIN_CLUSTER_PATH"  # more folders with profiles, separated by ':'
 
-# Set by tests of the checkpoints, see checkpoint/points.py.
+# Set by tests of the checkpoints, see checkpoint/core/fault_points.py.
 FAULT_AT = "CLUSTERTRAIN_FAULT_AT"
 
 # Set by the secrets of a run: the webhook of its recipe.

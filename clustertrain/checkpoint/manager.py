@@ -15,24 +15,26 @@ from typing import Any
 import torch
 
 from clustertrain import clock
-from clustertrain.checkpoint import fence as fences
-from clustertrain.checkpoint import folders, points, rollback
-from clustertrain.checkpoint import local as near
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Background, Inline, Outcome
-from clustertrain.checkpoint.fence import Fence
-from clustertrain.checkpoint.flights import Flight, Flights
-from clustertrain.checkpoint.manifest import Metric, Reason
-from clustertrain.checkpoint.offers import Offers
-from clustertrain.checkpoint.remote import Upload
-from clustertrain.checkpoint.restoring import Agree, Local, Made, Remote, Restored, Restoring
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.checkpoint.staging import Staging
-from clustertrain.checkpoint.trouble import TooLate, Trouble, error
-from clustertrain.checkpoint.union import Share
-from clustertrain.checkpoint.writer import Commit, Write
+from clustertrain.checkpoint.core import fault_points
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.failures import TooLate, Trouble, error
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import fence as fences
+from clustertrain.checkpoint.format import folders
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.format.manifest import Metric, Reason
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load.restore import Agree, Local, Made, Remote, Restored, Restoring
+from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.save import node_local as near
+from clustertrain.checkpoint.save.commit import Commit, Write
+from clustertrain.checkpoint.save.global_plan import Share
+from clustertrain.checkpoint.save.pending_saves import Flight, Flights
+from clustertrain.checkpoint.save.planner import Offers
+from clustertrain.checkpoint.save.remote import Upload
+from clustertrain.checkpoint.save.staging import Staging
+from clustertrain.checkpoint.save.writer_client import Background, Inline, Outcome
 from clustertrain.errors import CheckpointError
 
 __all__ = ["CheckpointManager", "Local", "Made", "Remote", "Restored", "Saved"]
@@ -154,7 +156,7 @@ class CheckpointManager:
         """
         started = clock.monotonic()
         self._make_way(reason)
-        points.reached("before staging", self._ranks.rank)
+        fault_points.reached("before staging", self._ranks.rank)
         number = self._saves % len(self._stagings)
         self._saves += 1
         staging = self._stagings[number]

@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from clustertrain import reading, settings
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, rollback
-from clustertrain.checkpoint.dtypes import FLOATS
-from clustertrain.checkpoint.source import Folder, RemoteFolder
-from clustertrain.checkpoint.storage import patiently
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.dtypes import FLOATS
+from clustertrain.checkpoint.format.storage import Folder, RemoteFolder
+from clustertrain.checkpoint.format.storage_errors import patiently
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli.common import find_run, json_option, named_run_argument, print_json, run_argument
 from clustertrain.cli.progress import Bar
 from clustertrain.config.storage_paths import is_url
@@ -50,7 +51,7 @@ class Place:
                 f"--step {step}: RUN is the checkpoint of step {named} already", fix="leave one of them out"
             )
         if self.folder is None:
-            return offline.find(self.root, named if step is None else step)
+            return inspect.find(self.root, named if step is None else step)
         if not index.is_committed(self.folder):
             raise NotFound(
                 f"{self.folder}: was never committed", fix="`clustertrain checkpoint list` shows those that were"
@@ -112,9 +113,9 @@ def list_(name: str, verify: bool, as_json: bool) -> None:
     """All checkpoints of RUN, oldest first."""
     place = locate(name)
     if place.folder is not None:
-        rows = [offline.describe(place.folder, verify=verify)]
+        rows = [inspect.describe(place.folder, verify=verify)]
     else:
-        rows = offline.list_checkpoints(place.root, verify=verify, step=place.step)
+        rows = inspect.list_checkpoints(place.root, verify=verify, step=place.step)
     if as_json:
         print_json(rows)
         return
@@ -144,7 +145,7 @@ def verify(name: str, step: int | None, as_json: bool) -> int:
         reasons: list[str] = []
         try:
             with Bar(f"step {row['step']}") as bar:
-                reasons = offline.damages(folder, bar)
+                reasons = inspect.damages(folder, bar)
             row.update(verified=not reasons, damage="; ".join(reasons) or None)
         except CheckpointError as e:  # not known to be damaged
             row["unreadable"] = e.message
@@ -172,9 +173,9 @@ def digest(name: str, step: int | None, kind: str, as_json: bool) -> None:
     checkpoint, or of one STEP. Random states and other values are left out."""
     place = locate(name)
     folder = place.chosen(step)
-    kinds = [k for k in offline.KINDS if kind in (k, "all")]
+    kinds = [k for k in inspect.KINDS if kind in (k, "all")]
     with Bar("digest") as bar:
-        value = offline.digest(folder, kinds, bar)
+        value = inspect.digest(folder, kinds, bar)
     if as_json:
         print_json({"run": place.label, "step": index.step_of(folder), "of": kind, "digest": value})
     else:
@@ -192,7 +193,7 @@ def diff(a: str, b: str, whole: bool, as_json: bool) -> int:
     A and B are RUN@STEP, RUN (its newest committed checkpoint), or paths. Layout, number of ranks and engine are told,
     and make no difference; neither do random states where other numbers of ranks saved the two.
     """
-    from clustertrain.checkpoint.compare import compare
+    from clustertrain.checkpoint.offline.diff import compare
 
     places = locate(a), locate(b)
     folders = places[0].chosen(None), places[1].chosen(None)
@@ -271,13 +272,13 @@ def export(
     `safetensors` of a built-in decoder is a folder that transformers.AutoModelForCausalLM.from_pretrained() loads;
     `torch` is a file with a state_dict that torch.load(weights_only=True) reads. The optimizer is left out.
     """
-    from clustertrain.checkpoint.export import Request
-    from clustertrain.checkpoint.export import export as write
+    from clustertrain.checkpoint.offline.export import Request
+    from clustertrain.checkpoint.offline.export import export as write
 
     place = locate(name)
     if best and (step is not None or place.is_one):
         raise UsageError("--best chooses among all checkpoints of a run, and one is named", fix="leave one of them out")
-    folder = offline.best(place.root) if best else place.chosen(step)
+    folder = inspect.best(place.root) if best else place.chosen(step)
     request = Request(folder, output, form, dtype, max_shard_size, names, force)
     with Bar("exported") as bar:
         done = write(request, bar)
@@ -306,7 +307,7 @@ def prune(name: str, keep: int, dry_run: bool, as_json: bool) -> None:
             f"{name}: copies behind a URL are deleted by their run, as checkpoint.remote_keep says",
             fix="delete one by hand with the store's own tools, its file COMMITTED first",
         )
-    gone = [str(p) for p in (offline.prunable if dry_run else offline.prune)(place.root, keep)]
+    gone = [str(p) for p in (inspect.prunable if dry_run else inspect.prune)(place.root, keep)]
     if as_json:
         would = {"would_delete": gone} if dry_run else {}
         print_json({"run": place.label, "deleted": [] if dry_run else gone, **would})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from clustertrain.checkpoint.state import unwrap
+from clustertrain.checkpoint.core.state_dict import unwrap
 from clustertrain.diagnose.names import Finding, Verdict, worst
 from clustertrain.diagnose.subject import Subject, batch_of, mean_loss, tensors
 from clustertrain.diagnose.telling import Tell

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.state import unwrap
+from clustertrain.checkpoint.core.state_dict import unwrap
 from clustertrain.diagnose.names import Finding, Verdict, worst
 from clustertrain.diagnose.subject import (
     Subject,

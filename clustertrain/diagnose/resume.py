@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock, fsio, proc, schema, settings
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell
@@ -166,7 +166,7 @@ class _Rehearsal:
         return {row["step"]: row for row in found}
 
     def digest(self, step: int) -> str:
-        return offline.digest(self._run.checkpoints / f"step-{step:08d}")
+        return inspect.digest(self._run.checkpoints / f"step-{step:08d}")
 
 
 def _why(rank_dir: Path, log: Path, child: subprocess.Popen[bytes]) -> str:

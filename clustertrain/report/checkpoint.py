@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain import schema
-from clustertrain.checkpoint.compare import Comparison, Form, OtherBytes, OtherValue
+from clustertrain.checkpoint.offline.diff import Comparison, Form, OtherBytes, OtherValue
 from clustertrain.plan.layout import Layout, counted
 
 SHOWN = 10  # of each kind of difference, unless all are asked for
@@ -28,7 +28,7 @@ def size(n: float) -> str:
 
 
 def listing(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Rows of :func:`clustertrain.checkpoint.offline.list_checkpoints`."""
+    """Rows of :func:`clustertrain.checkpoint.offline.inspect.list_checkpoints`."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("step", "size", "ranks"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -192,7 +192,7 @@ class RunDir:
         return sorted(step for step, marker in steps if (step, _read(marker)) not in condemned)
 
     def _condemned(self) -> set[tuple[int, str]]:
-        """Step and marker of what :mod:`clustertrain.checkpoint.rollback` has noted; none where its record does not
+        """Step and marker of what :mod:`clustertrain.checkpoint.load.rollback` has noted; none where its record does not
         read, which the next attempt tells."""
         try:
             records = reading.parse(_read(self.checkpoints / ROLLED_BACK) or "[]")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from clustertrain import clock
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.state import parts
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.state_dict import parts
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext
 from clustertrain.train.data_parallel import units

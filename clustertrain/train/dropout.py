@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clustertrain.checkpoint.state import clean
+from clustertrain.checkpoint.core.state_dict import clean
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train import seeds
 from clustertrain.train.context import RankContext

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

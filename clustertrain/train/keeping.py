@@ -15,15 +15,15 @@ import torch
 
 import clustertrain
 from clustertrain import clock, fsio, settings
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Outcome
-from clustertrain.checkpoint.fence import Fence
-from clustertrain.checkpoint.interval import Failures, Interval, failures_of
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.failures import TooLate
+from clustertrain.checkpoint.core.interval import Failures, Interval, failures_of
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format.fence import Fence
+from clustertrain.checkpoint.format.manifest import Metric, Reason
+from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.checkpoint.manager import CheckpointManager, Made, Restored, Saved
-from clustertrain.checkpoint.manifest import Metric, Reason
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.checkpoint.save.writer_client import Outcome
 from clustertrain.config.recipe import AUTO, Recipe
 from clustertrain.errors import ConfigError, Diverged, UsageError
 from clustertrain.run import attempts

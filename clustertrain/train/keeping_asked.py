@@ -7,8 +7,8 @@ import logging
 import os
 from typing import Literal
 
+from clustertrain.checkpoint.core.retention import Policy
 from clustertrain.checkpoint.manager import Local, Remote
-from clustertrain.checkpoint.retention import Policy
 from clustertrain.config.recipe import CHOSEN, CheckpointSpec, Recipe
 from clustertrain.config.storage_paths import node_folder
 from clustertrain.errors import EnvironmentNotFit

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clustertrain import clock
-from clustertrain.checkpoint.fence import TakenOver
-from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.checkpoint.core.failures import TooLate
+from clustertrain.checkpoint.format.fence import TakenOver
 from clustertrain.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from clustertrain.train import result
 from clustertrain.train.context import RankContext

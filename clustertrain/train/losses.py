@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.step import Loss

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock
-from clustertrain.checkpoint.fence import TakenOver
-from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.checkpoint.core.failures import TooLate
+from clustertrain.checkpoint.format.fence import TakenOver
 from clustertrain.errors import EXIT_STOPPED
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog

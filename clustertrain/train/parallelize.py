@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.state import block, clean
+from clustertrain.checkpoint.core.state_dict import block, clean
 from clustertrain.errors import ConfigError
 from clustertrain.train import computation, data_parallel, dropout, seeds, ties
 from clustertrain.train.context import RankContext

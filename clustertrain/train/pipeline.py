@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from clustertrain.checkpoint.state import clean, is_dtensor
+from clustertrain.checkpoint.core.state_dict import clean, is_dtensor
 from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan import pipeline_schedules as plan

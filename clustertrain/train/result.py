@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio, settings
-from clustertrain.checkpoint.storage import FULL, PASSING, StorageError
+from clustertrain.checkpoint.format.storage_errors import FULL, PASSING, StorageError
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointError, ClusterTrainError, ConfigError, UsageError
 from clustertrain.train import no_space
 from clustertrain.train.memory import peak_allocated_gib

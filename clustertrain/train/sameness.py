@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from clustertrain import schema
-from clustertrain.checkpoint.restoring import Made
+from clustertrain.checkpoint.load.restore import Made
 from clustertrain.plan.layout import Layout
 from clustertrain.train.context import RankContext
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.state import parts
+from clustertrain.checkpoint.core.state_dict import parts
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, mesh, train_mode
 from clustertrain.train.data import Loader, MapStyle, workers_for

@@ -20,7 +20,7 @@ import msgspec
 from torch import nn
 
 from clustertrain import schema
-from clustertrain.checkpoint.state import clean
+from clustertrain.checkpoint.core.state_dict import clean
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clustertrain.checkpoint.state import clean
+from clustertrain.checkpoint.core.state_dict import clean
 from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.state import is_dtensor, unwrap
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.state_dict import is_dtensor, unwrap
 from clustertrain.errors import UsageError
 from clustertrain.train import data_parallel, gradients, precision, profiling
 from clustertrain.train.arriving import Arriving

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from clustertrain import clock
-from clustertrain.checkpoint.manifest import Reason
-from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.checkpoint.core.failures import TooLate
+from clustertrain.checkpoint.format.manifest import Reason
+from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.config.evaluation import PREFIX
 from clustertrain.run import heartbeat, metrics
 from clustertrain.train.evaluation import telling

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio, settings
-from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.format import manifest as index
 
 RANKS = 2
 EVERYBODY = -1

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import inspect
 from tests.chaos.faults import EVERYBODY, RANKS, Fault, damage, draw, inject, local_damage
 from tests.ranks.rank_pool import Ranks, digest, make_run
 
@@ -176,7 +176,7 @@ class _Round:
             raise Broken(f"still at work: {left}")
 
     def verified(self) -> list[int]:
-        rows = offline.list_checkpoints(self.run.checkpoints, verify=True)
+        rows = inspect.list_checkpoints(self.run.checkpoints, verify=True)
         return [r["step"] for r in rows if r["verified"]]
 
     # -- what must hold
@@ -211,7 +211,7 @@ class _Round:
             raise Broken(f"ended with digest {found}, undisturbed {self.whole.digest}")
         if missing := self.whole.losses.keys() - self.steps:
             raise Broken(f"nobody did steps {sorted(missing)}")
-        rows = offline.list_checkpoints(self.run.checkpoints, verify=True)
+        rows = inspect.list_checkpoints(self.run.checkpoints, verify=True)
         if not all(r["verified"] for r in rows) or rows[-1]["step"] != STEPS:
             raise Broken(f"at the end: {rows}")
         # What was set aside stays until a newer one is committed, and after the last step there may be none.

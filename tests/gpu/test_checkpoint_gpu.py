@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
+from clustertrain.checkpoint.offline import inspect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -101,7 +101,7 @@ def test_one_copy_is_filled_while_another_is_written(
     manager.settle()
     assert [s.step for s in told] == [1, 2, 3, 4]
     for step in (2, 3, 4):  # three are kept
-        offline.verify(index.step_folder(tmp_path / "c", step))
+        inspect.verify(index.step_folder(tmp_path / "c", step))
     assert same(restored(tmp_path / "c", 4), contents[4])
 
 

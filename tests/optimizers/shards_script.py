@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import clustertrain as ct
-from clustertrain.checkpoint.state import block, is_dtensor
+from clustertrain.checkpoint.core.state_dict import block, is_dtensor
 from clustertrain.config.optim import OptimSpec
 from clustertrain.train.mesh import Groups
 from clustertrain.train.optimizers import catalogue, making

@@ -53,7 +53,7 @@ def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., An
 
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:
     """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
-    from clustertrain.checkpoint.state import keepers
+    from clustertrain.checkpoint.core.state_dict import keepers
     from clustertrain.train.optimizers import catalogue
     from clustertrain.train.stability import update
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.recipe import CheckpointSpec, RehearsalSpec
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
@@ -211,7 +211,7 @@ def _begin(environ: dict[str, str], setup: Callable[..., None] | None, args: tup
 
 
 def digest(run: RunDir, step: int | None = None) -> str:
-    return offline.digest(offline.find(run.checkpoints, step))
+    return inspect.digest(inspect.find(run.checkpoints, step))
 
 
 _known: dict[str, str] = {}

@@ -13,8 +13,8 @@ import tomli_w
 import torch
 
 from clustertrain import fsio
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.parsing import read_toml
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, contract_status, metrics
@@ -88,8 +88,8 @@ def test_a_run_that_gets_no_better_ends_early_and_keeps_its_best_checkpoint(tmp_
         assert (result["ending"], result["step"], result["committed_step"]) == ("completed", 5, 5)
         assert result["why"].startswith(why)
     assert kept(run) == {2: 3.0, 5: 4.6}
-    assert offline.best(run.checkpoints).name == "step-00000002"
-    assert [r["best"] for r in offline.list_checkpoints(run.checkpoints)] == [True, False]
+    assert inspect.best(run.checkpoints).name == "step-00000002"
+    assert [r["best"] for r in inspect.list_checkpoints(run.checkpoints)] == [True, False]
     (warning,) = ranks.events("training_warning")
     assert (warning["code"], warning["step"], warning["value"]) == ("validation_rising", 4, 2)
     found = contract_status.standing(run, attempts.read_all(run), None)

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from clustertrain import clock, fsio, settings
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.interval import failures_of
+from clustertrain.checkpoint.core.interval import failures_of
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.run import attempts
 from clustertrain.run.goodput import ledger
 from clustertrain.run.run_dir import RunDir
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ranks
 
 
 def fault_at(point: str, rank: int, nth: int, what: str) -> None:
-    """Setup: see :mod:`clustertrain.checkpoint.points`."""
+    """Setup: see :mod:`clustertrain.checkpoint.core.fault_points`."""
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
@@ -128,13 +128,13 @@ def fault_from(step: int, point: str, rank: int, nth: int) -> None:
 
 def _goes_on(run: RunDir, step: int, attempt: int = 2) -> None:
     """From the checkpoint of ``step``, and to the end."""
-    committed = [c["step"] for c in offline.list_checkpoints(run.checkpoints) if c["committed"]]
+    committed = [c["step"] for c in inspect.list_checkpoints(run.checkpoints) if c["committed"]]
     assert committed == [step]
     second = Ranks(run, 2, attempt).expect(0)
     assert second.events("restored")[0]["step"] == step
     assert second.events("restored")[0]["skipped"] == []
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
-    assert all(c["verified"] for c in offline.list_checkpoints(run.checkpoints, verify=True))
+    assert all(c["verified"] for c in inspect.list_checkpoints(run.checkpoints, verify=True))
 
 
 def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_disk_that_fails_one_rank_fails_all_together(tmp_path: Path) -> None:
         assert result["error"]["type"] == "StorageError"
         assert "step 8 was not saved: rank 1" in result["error"]["message"]
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000004"]
-    offline.verify(offline.find(run.checkpoints))
+    inspect.verify(inspect.find(run.checkpoints))
     Ranks(run, 3, 2).expect(0)
 
 
@@ -215,9 +215,9 @@ def test_damage_falls_back_to_the_older_checkpoint_and_says_so(tmp_path: Path) -
 
 def no_reads(number: int) -> None:
     """Setup: rank 1 fails to read shards, with errno ``number``."""
-    from clustertrain.checkpoint import storage
+    from clustertrain.checkpoint.format import storage_errors
 
-    storage.PATIENCE_S = 0.2
+    storage_errors.PATIENCE_S = 0.2
     if os.environ["RANK"] == "1":
 
         def refuse(*args: Any) -> int:
@@ -252,7 +252,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, whole: str, by_s: fl
     run = make_run(tmp_path / "run", "ddp", 2, steps=6, every=1, keep=2)
     ranks = Ranks(run, 2, 1, setup=jumping_clock, args=(by_s,)).expect(0)
     assert digest(run) == whole
-    assert [r["step"] for r in offline.list_checkpoints(run.checkpoints)] == [5, 6]
+    assert [r["step"] for r in inspect.list_checkpoints(run.checkpoints)] == [5, 6]
     saved = ranks.events("checkpoint")
     assert [e["step"] for e in saved] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= e["stall_s"] <= e["save_s"] < 3600 for e in saved)

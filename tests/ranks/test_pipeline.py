@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
@@ -62,7 +62,7 @@ def reference() -> Iterator[Any]:
 def logical_tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     return [
         (t.name, t.dtype, t.shape)
-        for t in index.read_manifest(offline.find(run.checkpoints)).tensors
+        for t in index.read_manifest(inspect.find(run.checkpoints)).tensors
         if t.kind != "other"
     ]
 

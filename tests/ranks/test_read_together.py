@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.rank_team import Team, together
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint import together as shared
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage_errors import StorageError
+from clustertrain.checkpoint.load import shared_read as shared
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
@@ -197,19 +197,19 @@ def test_each_byte_is_read_once_on_a_node(saved: Path) -> None:
 
 def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
     """Job of a team: how many bytes of large tensors all ranks have read, and how many there are."""
-    from clustertrain.checkpoint import blocks
+    from clustertrain.checkpoint.format import shard_io
 
-    original, count = blocks.first_bad, [0]
+    original, count = shard_io.first_bad, [0]
 
     def counted(data: memoryview, *args: Any) -> Any:
         count[0] += len(data)
         return original(data, *args)
 
-    blocks.first_bad = counted
+    shard_io.first_bad = counted
     state = state_of(how, False)
     del state["long"]  # with rows larger than what is read at a time
     manager_of(team, folder).restore(state)
-    manifest = index.read_manifest(offline.find(folder))
+    manifest = index.read_manifest(inspect.find(folder))
     there = sum(s.nbytes for t in manifest.tensors for s in t.shards if t.name in state)
     return sum(_gathered(count[0])), there
 
@@ -217,9 +217,9 @@ def bytes_read(team: Team, folder: Path, how: str) -> tuple[int, int]:
 def test_damage_is_told_to_all(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     together(4, 1, save, folder, "rows")
-    manifest = index.read_manifest(offline.find(folder))
+    manifest = index.read_manifest(inspect.find(folder))
     shard = next(t for t in manifest.tensors if t.name == "even").shards[1]
-    with (offline.find(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
+    with (inspect.find(folder) / shard.file).open("r+b") as file:  # type: ignore[union-attr]
         file.seek(shard.offset + 12345)
         file.write(b"\x99")
     assert together(2, 1, refusal, folder, "columns") == ["no checkpoint verifies", "no checkpoint verifies"]

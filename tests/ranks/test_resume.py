@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from tests.ranks.rank_pool import Ranks, digest, layout_of, make_run, touch_stop_at, write_plan
 
@@ -51,7 +51,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, strategy: str,
     assert list(whole.losses()) == list(range(1, 9))
     assert digest(run) == digest(whole.run)
     # What the stop left went when the next one was there.
-    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [4, 8]
+    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [4, 8]
 
 
 def test_killed_without_warning_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new:
     saved_again = Ranks(run, new[1], 2, setup=save_what_was_restored).expect(0)
     assert saved_again.events("restored")[0]["step"] == 4
     # Saved under another step number by the other layout: the logical tensors are the same.
-    rows = {r["step"]: r for r in offline.list_checkpoints(run.checkpoints)}
+    rows = {r["step"]: r for r in inspect.list_checkpoints(run.checkpoints)}
     assert rows[5]["world_size"] == new[1]
     assert rows[5]["layout"]["strategy"] == layout_of(*new).strategy
     assert digest(run, 5) == before

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio, proc
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
@@ -62,7 +62,7 @@ def test_the_example_under_torchrun_is_warned_stops_and_goes_on(tmp_path: Path) 
     second = torchrun(run, 2, tmp_path / "ranks-2")
     assert second.wait(120.0) == 0, (run.path / "torchrun-2.log").read_text()
     assert fsio.read_json(tmp_path / "ranks-2" / "rank-1.json")["ending"] == "completed"
-    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [step + 3]  # not the stop's
+    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [step + 3]  # not the stop's
 
 
 def test_the_example_resumes_bit_by_bit(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_second_session_goes_on_where_the_first_has_ended(tmp_path: Path) -> N
     ranks = Ranks(run, 4).expect(0)
     losses = [loss for _, loss in sorted((r["step"], r["loss"]) for r in ranks.rows())]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
-    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [2, 4]
+    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [2, 4]
     assert [e["step"] for e in ranks.events("restored")] == [2]
 
 
@@ -204,9 +204,9 @@ def test_a_script_by_itself_stops_on_sigterm_and_goes_on(tmp_path: Path) -> None
         assert alone.wait(120.0) == 75, log.read_text()
     finally:
         alone.kill()
-    step = offline.list_checkpoints(tmp_path / "kept")[-1]["step"]
+    step = inspect.list_checkpoints(tmp_path / "kept")[-1]["step"]
     proc.run([*argv, "--steps", str(step + 2)], env=environ, timeout_s=120.0)
-    assert offline.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
+    assert inspect.list_checkpoints(tmp_path / "kept")[-1]["step"] == step + 2
 
 
 TWO_LOOPS = """

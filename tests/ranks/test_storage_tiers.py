@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.source import RemoteFolder
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage import RemoteFolder
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at, write_plan
 
@@ -38,7 +38,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fault_at(point: str, rank: int, nth: int, what: str) -> None:
-    """Setup: see :mod:`clustertrain.checkpoint.points`."""
+    """Setup: see :mod:`clustertrain.checkpoint.core.fault_points`."""
     os.environ[settings.FAULT_AT] = f"{point}:{rank}:{nth}:{what}"
 
 
@@ -53,7 +53,7 @@ def test_a_killed_run_reads_its_nodes_own_disk_and_heals_what_is_damaged_there(t
         file.write(b"\xff" * 64)
     second = Ranks(run, 2, 2).expect(0)
     (restored,) = second.events("restored")
-    whole = sum(index.read_manifest(offline.find(run.checkpoints, 4)).files.values())
+    whole = sum(index.read_manifest(inspect.find(run.checkpoints, 4)).files.values())
     assert (restored["step"], restored["skipped"]) == (4, [])
     assert 0 < restored["from_local"] < whole
     assert "rank-1.bin: checksum of bytes" in second.logs()
@@ -83,7 +83,7 @@ def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Pat
     there = RemoteFolder(f"file://{tmp_path}/store/run")
     # The end of a run that is being stopped waits for no copy; the next attempt makes it.
     Ranks(run, 4, 1, setup=touch_stop_at, args=(0,)).expect(0)
-    stopped_at = offline.list_checkpoints(run.checkpoints)[-1]["step"]
+    stopped_at = inspect.list_checkpoints(run.checkpoints)[-1]["step"]
     Ranks(run, 4, 2, setup=stop_when_there, args=(str(there / f"step-{stopped_at:08d}"),)).expect(0)
     shutil.rmtree(run.checkpoints)
 
@@ -95,8 +95,8 @@ def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Pat
     for step in range(restored["step"] + 1, 7):
         assert third.losses()[step][0] == pytest.approx(undisturbed[step][0], abs=1e-5)
     assert [p.name for p in index.folders(there)] == ["step-00000006"]
-    assert offline.damages(offline.find(there)) == []
-    assert offline.digest(offline.find(there)) == digest(run)
+    assert inspect.damages(inspect.find(there)) == []
+    assert inspect.digest(inspect.find(there)) == digest(run)
     assert third.events("copied")[-1]["step"] == 6
 
 
@@ -130,11 +130,11 @@ def test_a_store_that_fails_all_the_time_does_not_fail_the_run(tmp_path: Path, e
     Ranks(run, 2, 2).expect(0)
     there = RemoteFolder(f"file://{tmp_path}/store/run")
     assert [p.name for p in index.folders(there)] == ["step-00000004", "step-00000006"]
-    assert offline.digest(offline.find(there)) == expected
+    assert inspect.digest(inspect.find(there)) == expected
 
 
 def impatient() -> None:
     """Setup: the end of a run waits half a second for copies that fail."""
-    from clustertrain.checkpoint import flights
+    from clustertrain.checkpoint.save import pending_saves
 
-    flights.FAILING_S = 0.5
+    pending_saves.FAILING_S = 0.5

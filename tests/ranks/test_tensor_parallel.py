@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.ranks.rank_pool import Ranks, digest, make_run, write_plan
@@ -64,7 +64,7 @@ def run_of(folder: Path, layout: Layout, parallel: dict[str, Any] | None = None,
 
 def tensors(run: RunDir) -> list[tuple[str, str, tuple[int, ...]]]:
     """Of the newest checkpoint, without the ranks' own."""
-    found = index.read_manifest(offline.find(run.checkpoints)).tensors
+    found = index.read_manifest(inspect.find(run.checkpoints)).tensors
     return [(t.name, t.dtype, t.shape) for t in found if t.kind != "other"]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.checkpoint import offline, rollback
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, goodput, metrics
 from clustertrain.run.events import EventLog
@@ -181,7 +182,7 @@ def test_going_back_again_and_again_ends_the_run(tmp_path: Path) -> None:
     assert [e["to_step"] for e in ranks.events("rolled_back")] == [2, 2]
     assert "has gone back 2 times" in ranks.results()[0]["error"]["message"]
     assert [r.count for r in rollback.read(run.checkpoints)] == [1, 2]
-    assert [c["step"] for c in offline.list_checkpoints(run.checkpoints)] == [2]
+    assert [c["step"] for c in inspect.list_checkpoints(run.checkpoints)] == [2]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import tomli_w
 import torch.distributed as dist
 
 from clustertrain import clock, fsio
-from clustertrain.checkpoint import compare, offline
-from clustertrain.checkpoint import manifest as index
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.offline import diff, inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run.run_dir import RunDir
 from tests.parity.measure import one_thread
@@ -237,10 +237,10 @@ def judged(cell: Cell, whole: Job, part: Job) -> Outcome:
 def state_lost(whole: Job, part: Job) -> str:
     """What differs between the checkpoint that was loaded and the one that the other layout made of it at once."""
     a, b = (index.step_folder(j.run.checkpoints, s) for j, s in ((whole, SAVED_AT), (part, SAVED_AGAIN_AT)))
-    found = compare.compare(a, b)
+    found = diff.compare(a, b)
     names = [*found.only_a, *found.only_b, *(f.name for f in found.forms), *(f.name for f in found.bytes)]
     names += [v.name for v in found.values if v.name != "step"]
-    if not names and offline.digest(a) != offline.digest(b):
+    if not names and inspect.digest(a) != inspect.digest(b):
         names = ["the digest"]
     return f"differs when saved again: {', '.join(names[:5])}" if names else ""
 

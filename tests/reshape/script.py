@@ -11,7 +11,7 @@ import torch
 
 import clustertrain as ct
 from clustertrain import fsio
-from clustertrain.checkpoint import together
+from clustertrain.checkpoint.load import shared_read
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train.context import read_plan
@@ -21,7 +21,7 @@ from clustertrain.train.text import ByteText
 from tests.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
 
 # The model is small: else all ranks would read all of it by themselves.
-together.WORTH_IT, together.CHUNK_BYTES, together.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
+shared_read.WORTH_IT, shared_read.CHUNK_BYTES, shared_read.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
 recipe, (layout, batch, _) = load_spec(run).recipe, read_plan(run)

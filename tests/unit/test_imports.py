@@ -112,7 +112,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["telemetry"], "clustertrain.telemetry.analysis.query"),
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),
-        (["checkpoint", "list"], "clustertrain.checkpoint.offline"),
+        (["checkpoint", "list"], "clustertrain.checkpoint.offline.inspect"),
         (["cluster", "list"], "clustertrain.config.cluster"),
         (["cluster", "detect", "--local", "--dry-run"], "clustertrain.cluster.bench"),
     ],

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain import fsio, settings
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.storage import StorageError
 from clustertrain.cli.jobs import list_
 from clustertrain.cli.main import main
 from clustertrain.run import run_dir

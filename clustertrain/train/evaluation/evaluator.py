@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.evaluation import PREFIX, SLICE
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError, UsageError

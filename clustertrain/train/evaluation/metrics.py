@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clustertrain.checkpoint.state import is_dtensor
+from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.train import seeds
 from clustertrain.train.mesh import Groups
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from clustertrain.checkpoint.state import Kept, block, is_dtensor
+from clustertrain.checkpoint.core.state_dict import Kept, block, is_dtensor
 from clustertrain.train.optimizers.wrapped import Groups, Make, Wrapped
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.state import clean, parts
+from clustertrain.checkpoint.core.state_dict import clean, parts
 from clustertrain.train.optimizers.parameters import Parameters, describe
 from clustertrain.train.schedule import LR_SCALE
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.state import OPTIMIZER
+from clustertrain.checkpoint.core.state_dict import OPTIMIZER
 from clustertrain.errors import ConfigError
 from clustertrain.train import data_parallel, mesh
 from clustertrain.train.context import RankContext

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clustertrain.checkpoint.state import clean, unwrap
+from clustertrain.checkpoint.core.state_dict import clean, unwrap
 from clustertrain.config.module_patterns import fits, near
 from clustertrain.errors import ConfigError
 from clustertrain.train import data_parallel, stages

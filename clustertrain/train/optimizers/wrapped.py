@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from clustertrain.checkpoint.state import Kept, keepers
+from clustertrain.checkpoint.core.state_dict import Kept, keepers
 from clustertrain.errors import UsageError
 
 Groups = list[dict[str, Any]]

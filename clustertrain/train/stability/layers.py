@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain import clock, reading
-from clustertrain.checkpoint.state import clean, is_dtensor, names_of_whole, parts
+from clustertrain.checkpoint.core.state_dict import clean, is_dtensor, names_of_whole, parts
 from clustertrain.train import gradients
 from clustertrain.train.arriving import Arriving
 from clustertrain.train.context import RankContext

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.checkpoint.state import keepers
+from clustertrain.checkpoint.core.state_dict import keepers
 from clustertrain.train.optimizers.wrapped import Wrapped
 
 

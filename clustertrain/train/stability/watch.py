@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.train.context import RankContext
 from clustertrain.train.data import Loader
 from clustertrain.train.stability.guard import Guard

@@ -191,7 +191,7 @@ INDEX_READERS = (
 
 def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> None:
     """A changed index of a checkpoint with the checksum that fits it. What `verify` calls good, `digest` reads."""
-    from clustertrain.checkpoint import manifest as index
+    from clustertrain.checkpoint.format import manifest as index
 
     changed, words = drawn
     folder = fresh_run(box, checkpointed_run)

@@ -10,11 +10,11 @@ import msgspec
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.source import RemoteFolder
 from clustertrain.config.parsing import build
 from clustertrain.config.presets import filled
 from clustertrain.config.recipe import Recipe

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from clustertrain.checkpoint import rollback
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
-from clustertrain.checkpoint.rollback import Wanted
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import CheckpointError, Diverged
 from clustertrain.train.evaluation.judge import Judge

@@ -14,18 +14,20 @@ import pytest
 import torch
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint import folders, offline, staging
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Background
-from clustertrain.checkpoint.blocks import read_into
-from clustertrain.checkpoint.integrity import BLOCK_BYTES
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.failures import TooLate
+from clustertrain.checkpoint.core.state_dict import block
+from clustertrain.checkpoint.format import folders
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.checksums import BLOCK_BYTES
+from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.format.shard_io import read_into
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
-from clustertrain.checkpoint.manifest import Damaged
-from clustertrain.checkpoint.staging import Staging, available_memory
-from clustertrain.checkpoint.state import block
-from clustertrain.checkpoint.storage import StorageError
-from clustertrain.checkpoint.trouble import TooLate
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save import staging
+from clustertrain.checkpoint.save.staging import Staging, available_memory
+from clustertrain.checkpoint.save.writer_client import Background
 
 CPU = torch.device("cpu")
 
@@ -71,7 +73,7 @@ def test_a_save_is_over_before_it_is_written_and_later_changes_do_not_reach_it(
     assert manager.save(3, state) is None
     state["weights"].fill_(2.0)
     assert not manager.poll()
-    assert offline.list_checkpoints(tmp_path / "c") == [] and told == []
+    assert inspect.list_checkpoints(tmp_path / "c") == [] and told == []
     writer.resume()
     assert clock.wait_until(lambda: (manager.poll(), told)[1] != [], 60.0)  # without anybody who waits for it
     assert [s.step for s in told] == [3]
@@ -93,7 +95,7 @@ def test_the_next_save_waits_for_the_memory_of_the_last(manager: CheckpointManag
     writer.resume()
     second.join()
     manager.settle()
-    offline.verify(index.step_folder(tmp_path / "c", 3))
+    inspect.verify(index.step_folder(tmp_path / "c", 3))
     assert saved_value(tmp_path / "c", 6) == 2.0
 
 
@@ -212,7 +214,7 @@ def test_a_full_disk_is_told_when_somebody_looks_and_costs_nothing_older(
     assert e.value.full
     assert not manager.poll()
     manager.save(9, state_of(3.0), wait=True)
-    assert [r["step"] for r in offline.list_checkpoints(tmp_path / "c", verify=True) if r["verified"]] == [3, 9]
+    assert [r["step"] for r in inspect.list_checkpoints(tmp_path / "c", verify=True) if r["verified"]] == [3, 9]
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000003", "step-00000009"]
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import dtypes
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.compare import Comparison, OtherBytes, OtherValue, compare
-from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.checkpoint.format import dtypes
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.offline.diff import Comparison, OtherBytes, OtherValue, compare
 from tests.unit.checkpoint.saved import change_index, save
 
 

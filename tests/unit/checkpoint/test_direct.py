@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from clustertrain.checkpoint import direct
+from clustertrain.checkpoint.format import direct_io
 
-SIZE = 3 * direct.ALIGN + 123
+SIZE = 3 * direct_io.ALIGN + 123
 CONTENT = random.Random(7).randbytes(SIZE)
 
 
 def memory(at: int) -> memoryview:
     """The content, so many bytes from the beginning of a page."""
-    made = mmap.mmap(-1, SIZE + direct.ALIGN)
+    made = mmap.mmap(-1, SIZE + direct_io.ALIGN)
     made[at : at + SIZE] = CONTENT
     return memoryview(made)[at : at + SIZE]
 
@@ -38,11 +38,11 @@ def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("at", [0, 512, 1])
 @pytest.mark.parametrize(
-    "pieces", [[SIZE], [direct.ALIGN, SIZE - direct.ALIGN], [2 * direct.ALIGN, direct.ALIGN, 123], [0]]
+    "pieces", [[SIZE], [direct_io.ALIGN, SIZE - direct_io.ALIGN], [2 * direct_io.ALIGN, direct_io.ALIGN, 123], [0]]
 )
 def test_what_is_written_is_there_wherever_it_lay(tmp_path: Path, at: int, pieces: list[int]) -> None:
     data, done = memory(at), 0
-    with direct.writing(tmp_path / "f") as file:
+    with direct_io.writing(tmp_path / "f") as file:
         for size in pieces:
             file.write(data[done : done + size])
             done += size
@@ -51,31 +51,31 @@ def test_what_is_written_is_there_wherever_it_lay(tmp_path: Path, at: int, piece
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("old")
-    with pytest.raises(FileExistsError), direct.writing(tmp_path / "f"):
+    with pytest.raises(FileExistsError), direct_io.writing(tmp_path / "f"):
         pass
     assert (tmp_path / "f").read_text() == "old"
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (1, 10), (511, 2), (direct.ALIGN - 1, 2), (SIZE - 1, 1)])
+@pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (1, 10), (511, 2), (direct_io.ALIGN - 1, 2), (SIZE - 1, 1)])
 def test_any_part_can_be_read(tmp_path: Path, offset: int, size: int) -> None:
     (tmp_path / "f").write_bytes(CONTENT)
-    with direct.reading(tmp_path / "f") as fd:
+    with direct_io.reading(tmp_path / "f") as fd:
         if fd is None:
             pytest.skip(f"{tmp_path}: no direct reading there")
-        found = direct.read(fd, offset, size)
+        found = direct_io.read(fd, offset, size)
         assert found is not None and bytes(found) == CONTENT[offset : offset + size]
-        beyond = direct.read(fd, offset, SIZE)
+        beyond = direct_io.read(fd, offset, SIZE)
         assert beyond is not None and bytes(beyond) == CONTENT[offset:]
-        nothing = direct.read(fd, SIZE + 5, 10)
+        nothing = direct_io.read(fd, SIZE + 5, 10)
         assert nothing is not None and len(nothing) == 0
 
 
 def test_a_file_system_that_refuses_gets_ordinary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refusing(os.open))
-    with direct.writing(tmp_path / "f") as file:
+    with direct_io.writing(tmp_path / "f") as file:
         file.write(memory(0))
     assert (tmp_path / "f").read_bytes() == CONTENT
-    with direct.reading(tmp_path / "f") as fd:
+    with direct_io.reading(tmp_path / "f") as fd:
         assert fd is None
 
 
@@ -86,7 +86,7 @@ def test_one_that_refuses_when_it_is_read_is_left_alone(tmp_path: Path, monkeypa
     (tmp_path / "f").write_bytes(CONTENT)
     monkeypatch.setattr(os, "preadv", preadv)
     with (tmp_path / "f").open("rb") as file:
-        assert direct.read(file.fileno(), 0, 10) is None
+        assert direct_io.read(file.fileno(), 0, 10) is None
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +94,5 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OSError, match="No space left"), direct.writing(tmp_path / "f") as file:
+    with pytest.raises(OSError, match="No space left"), direct_io.writing(tmp_path / "f") as file:
         file.write(memory(0))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from clustertrain.checkpoint import dtypes
+from clustertrain.checkpoint.format import dtypes
 from clustertrain.errors import CheckpointError
 
 

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.engines import ENGINES, Engine, engine, staged
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.staged_segments import Place, Segment
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.manifest import ShardRecord, TensorRecord
-from clustertrain.checkpoint.segments import Place, Segment
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save.engines import ENGINES, Engine, engine, library
 from clustertrain.errors import CheckpointError, ConfigError
 
 DTYPES = sorted(
@@ -301,18 +301,18 @@ def test_a_wrong_place_is_found(tmp_path: Path) -> None:
     staging.add("model/b", [1000])
     (tmp_path / "file").write_bytes(staging.memory)
     right = [Place(file="file", offset=0), Place(file="file", offset=1000)]
-    staged.settle(tmp_path, staging.segments, right, staging.memory)
+    library.settle(tmp_path, staging.segments, right, staging.memory)
     for offset in (999, 1001, 0, 5000):
         wrong = [right[0], Place(file="file", offset=offset)]
         with pytest.raises(CheckpointError, match="model/b"):
-            staged.settle(tmp_path, staging.segments, wrong, staging.memory)
+            library.settle(tmp_path, staging.segments, wrong, staging.memory)
     os.truncate(tmp_path / "file", 1999)
     with pytest.raises(CheckpointError, match="model/b"):
-        staged.settle(tmp_path, staging.segments, right, staging.memory)
+        library.settle(tmp_path, staging.segments, right, staging.memory)
 
 
 def test_a_library_that_is_not_there_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "clustertrain.checkpoint.engines.torchsnapshot_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "clustertrain.checkpoint.save.engines.torchsnapshot", raising=False)
     for name in [n for n in sys.modules if n.partition(".")[0] == "torchsnapshot"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchsnapshot", None)
@@ -425,7 +425,7 @@ def test_a_checkpoint_through_it_is_restored_and_verified(each: Engine, tmp_path
     assert restored.step == 7
     assert same(found["model"].weight.detach(), saved["model"].weight.detach())
     assert [same(found[k], saved[k]) for k in ("mask", "step")] == [True, True]
-    offline.verify(index.folders(tmp_path)[0])
+    inspect.verify(index.folders(tmp_path)[0])
 
 
 @pytest.mark.usefixtures("rank_1_of_3")

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import dtypes, huggingface
-from clustertrain.checkpoint import export as exporting
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.export import Request, export
-from clustertrain.checkpoint.manifest import Damaged
+from clustertrain.checkpoint.format import dtypes
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.offline import export as exporting
+from clustertrain.checkpoint.offline import huggingface
+from clustertrain.checkpoint.offline.export import Request, export
 from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageError
 from clustertrain.train.model import Decoder
 from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save

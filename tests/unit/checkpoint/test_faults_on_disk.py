@@ -19,15 +19,17 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint import local, offline, points
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core import fault_points
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.core.state_dict import block
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager, Restored
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.staging import Staging
-from clustertrain.checkpoint.state import block
-from clustertrain.checkpoint.storage import StorageError
-from clustertrain.checkpoint.writer import Write
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save import node_local
+from clustertrain.checkpoint.save.commit import Write
+from clustertrain.checkpoint.save.staging import Staging
 from clustertrain.errors import CheckpointError
 
 pytestmark = pytest.mark.long
@@ -124,7 +126,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(root: Path, point:
         manager.save(POINTS[point], state_of(2.0), wait=True)
     assert e.value.full is (what == "ENOSPC")
     assert names(root) == ["step-00000003"]
-    offline.verify(index.step_folder(root, 3))
+    inspect.verify(index.step_folder(root, 3))
     manager.save(9, state_of(3.0), wait=True)
     manager.close()
     assert names(root) == ["step-00000009"]
@@ -150,12 +152,12 @@ def test_a_part_from_the_nodes_own_disk_is_not_touched_when_it_was_handed_in(roo
     segments = staging.fill([block("a", "other", torch.ones(100))])
     near = str(tmp_path / "near" / "step-00000003-1")
     job = Write(step=3, folder=str(folder), rank=0, engine="raw", memory=0, segments=segments, own=None, local=near)
-    assert local.keep(job, staging.memory())
+    assert node_local.keep(job, staging.memory())
     staging.close()
     job = msgspec.structs.replace(job, memory=None)
-    assert local.hand_on(job) == 400
+    assert node_local.hand_on(job) == 400
     before = (folder / "rank-0.bin").stat()
-    assert local.hand_on(job) == 400
+    assert node_local.hand_on(job) == 400
     after = (folder / "rank-0.bin").stat()
     assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
 
@@ -168,7 +170,7 @@ def test_half_a_file_of_a_killed_writer_is_no_part_of_the_checkpoint(
             (folder,) = root.iterdir()
             (folder / "..rank-0.done.4711-00c0ffee").write_text("{")
 
-    monkeypatch.setattr(points, "reached", die_half_way)
+    monkeypatch.setattr(fault_points, "reached", die_half_way)
     saved = manager_of(root, "1").save(3, state_of(1.0))
     assert saved is not None
     assert sorted(p.name for p in saved.path.iterdir()) == ["COMMITTED", "manifest.json", "rank-0.bin"]

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint import folders, remote, retention, rollback
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import points as points_of_a_save
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.fence import Fence, TakenOver
+from clustertrain.checkpoint.core import fault_points as points_of_a_save
+from clustertrain.checkpoint.core import retention
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import folders
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.fence import Fence, TakenOver
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.remote import Upload, Uploader
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.checkpoint.save import remote
+from clustertrain.checkpoint.save.remote import Upload, Uploader
 from clustertrain.run.run_dir import RunDir
 from tests.unit.checkpoint.saved import state_of
 

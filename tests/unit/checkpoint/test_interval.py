@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.checkpoint import interval
-from clustertrain.checkpoint.interval import Failures, Interval, failures_of, optimum_s
+from clustertrain.checkpoint.core import interval
+from clustertrain.checkpoint.core.interval import Failures, Interval, failures_of, optimum_s
 from clustertrain.errors import ConfigError
 from clustertrain.run.attempts import Attempt
 

@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint import local, offline, storage
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Background
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format import storage_errors
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager, Local, Restored
-from clustertrain.checkpoint.storage import StorageError
-from clustertrain.checkpoint.writer import Write
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save import node_local
+from clustertrain.checkpoint.save.commit import Write
+from clustertrain.checkpoint.save.writer_client import Background
 
 # Processes that write for the other two import torch.
 pytestmark = pytest.mark.long
@@ -94,7 +96,7 @@ def test_a_restore_on_the_same_node_reads_nothing_of_the_shared_folder(
     for step in (3, 6, 9):
         manager.save(step, state_of(float(step)))
     manager.settle()
-    offline.verify(index.step_folder(root, 9))
+    inspect.verify(index.step_folder(root, 9))
     assert saves(near) == ["step-00000006-1", "step-00000009-1"]
     for name in index.read_manifest(index.step_folder(root, 9)).files:
         there, here = root / "step-00000009" / name, of_step(near, 9) / name
@@ -147,7 +149,7 @@ def test_a_third_save_waits_for_the_first(make: Callable[..., CheckpointManager]
     writer.resume()
     third.join()
     manager.settle()
-    assert [r["verified"] for r in offline.list_checkpoints(root, verify=True)] == [True] * 3
+    assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * 3
 
 
 POINTS = ["while writing", "kept", "while copying", "written", "before the marker"]
@@ -169,10 +171,10 @@ def test_another_writer_goes_on_between_the_tiers(
         manager.save(6, state_of(6.0))
     manager.settle()
     manager.save(9, state_of(9.0), wait=True)
-    assert [r["verified"] for r in offline.list_checkpoints(root, verify=True)] == [True] * len(index.folders(root))
+    assert [r["verified"] for r in inspect.list_checkpoints(root, verify=True)] == [True] * len(index.folders(root))
     assert not [p for p in root.iterdir() if p.name.startswith(".")]
     restored(root, near, 9)
-    assert offline.verify(index.step_folder(root, 3)).step == 3
+    assert inspect.verify(index.step_folder(root, 3)).step == 3
 
 
 def test_a_stop_writes_to_the_shared_folder_at_once(
@@ -271,17 +273,17 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_again_and_again(
     manager = make()
     manager.save(3, state_of(3.0))
     manager.settle()
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
-    original, asked = local.read_into, []
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
+    original, asked = node_local.read_into, []
 
     def fail(into: memoryview, folder: Path, shard: Any, low: int, *, alone: bool) -> None:
         asked.append(folder)
         raise StorageError(f"{folder}: Input/output error")
 
-    monkeypatch.setattr(local, "read_into", fail)
+    monkeypatch.setattr(node_local, "read_into", fail)
     assert restored(root, near, 3).from_local == 0
     assert len(asked) == 1
-    assert local.read_into is not original
+    assert node_local.read_into is not original
 
 
 def test_a_part_that_the_disk_garbles_is_not_handed_on(
@@ -300,12 +302,12 @@ def test_a_part_that_the_disk_garbles_is_not_handed_on(
         local=str(of_step(near, 3)),
     )  # fmt: skip
     (root / "x").mkdir()
-    assert local.hand_on(job) == 4 * ELEMENTS
+    assert node_local.hand_on(job) == 4 * ELEMENTS
     shutil.rmtree(root / "x")
     (root / "x").mkdir()
     _flip(of_step(near, 3) / "rank-0.bin", 100)
     with pytest.raises(StorageError, match=r"rank-0\.bin: checksum of bytes 0 to 4194304 differs"):
-        local.hand_on(job)
+        node_local.hand_on(job)
     assert list((root / "x").iterdir()) == []
 
 
@@ -339,12 +341,12 @@ def test_ranks_of_a_node_share_it_and_touch_their_own_files_alone(tmp_path: Path
     def job(step: int, rank: int) -> Write:
         return Write(
             step=step, folder=str(folder), rank=rank, engine="raw", memory=0, segments=[], own=rank,
-            local=str(local.folder_of(near, f".step-{step:08d}-1")),
+            local=str(node_local.folder_of(near, f".step-{step:08d}-1")),
         )  # fmt: skip
 
     with caplog.at_level(logging.WARNING):
-        assert all(local.keep(job(step, rank), memory) for step in (3, 6, 9) for rank in (0, 1))
-        assert local.keep(job(12, 0), memory, busy={str(local.folder_of(near, ".step-00000003-1"))})
+        assert all(node_local.keep(job(step, rank), memory) for step in (3, 6, 9) for rank in (0, 1))
+        assert node_local.keep(job(12, 0), memory, busy={str(node_local.folder_of(near, ".step-00000003-1"))})
     assert caplog.records == []
     found = {str(p.relative_to(near)) for p in near.rglob("*.bin")}
     assert found == {f"step-0000000{s}-1/rank-{r}.bin" for s, r in ((6, 1), (9, 0), (9, 1))} | {

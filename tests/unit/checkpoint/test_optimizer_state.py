@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.engines import ENGINES
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.state_dict import keepers
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.state import keepers
+from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.config.optim import OptimSpec
 from clustertrain.errors import CheckpointError
 from clustertrain.plan.layout import Layout

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from clustertrain import clock, settings
-from clustertrain.checkpoint import flights, offline, storage
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Outcome
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format import storage_errors
+from clustertrain.checkpoint.format.storage import RemoteFolder
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager, Remote
-from clustertrain.checkpoint.remote import SAID
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.source import RemoteFolder
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save import pending_saves
+from clustertrain.checkpoint.save.remote import SAID
+from clustertrain.checkpoint.save.writer_client import Outcome
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -101,7 +103,7 @@ def test_what_is_there_follows_its_own_number(make: Callable[..., Any], root: Pa
         manager.save(step, state_of(float(step)), wait=True)
         assert copied(manager)
     assert (steps(root), steps(there)) == ([6, 9], [9])
-    offline.verify(offline.find(there))
+    inspect.verify(inspect.find(there))
 
 
 def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
@@ -118,7 +120,7 @@ def test_a_store_that_fails_is_tried_again_and_the_training_goes_on(
     assert steps(there) == [3, 6]
     assert [o.step for o in told if o.trouble is None] == [6, 3]  # the newest first
     for folder in index.folders(there):
-        offline.verify(folder)
+        inspect.verify(folder)
 
 
 @pytest.mark.parametrize("point", ["while uploading", "before the remote marker"])
@@ -150,7 +152,7 @@ def test_the_end_of_the_run_waits_no_longer_than_it_is_asked_to(
     manager = make()
     manager.save(3, state_of(3.0), wait=True)
     assert not manager.await_copies(lambda: False)  # told to stop
-    monkeypatch.setattr(flights, "FAILING_S", 0.5)
+    monkeypatch.setattr(pending_saves, "FAILING_S", 0.5)
     assert not manager.await_copies(lambda: True)
     process = manager._flights.worker._process
     manager.close()
@@ -158,7 +160,7 @@ def test_the_end_of_the_run_waits_no_longer_than_it_is_asked_to(
 
 
 def test_without_a_url_nothing_of_fsspec_is_imported() -> None:
-    code = "import sys, clustertrain.checkpoint.writing; sys.exit('fsspec' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, clustertrain.checkpoint.save.writer_process; sys.exit('fsspec' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -201,13 +203,13 @@ def test_the_newest_that_verifies_is_restored_wherever_it_is(
     markers = [folder / "step-00000006" / index.COMMITTED for folder in (root, there)]
     assert clock.wait_until(lambda: markers[1].exists() and markers[1].read_bytes() == markers[0].read_bytes(), LONG_S)
     for folder in (*index.folders(root), *index.folders(there)):
-        offline.verify(folder)
+        inspect.verify(folder)
 
 
 def test_a_store_that_cannot_be_asked_matters_only_where_it_may_have_what_is_missing(
     make: Callable[..., Any], root: Path, there: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
 
     def fail(self: RemoteFolder) -> Any:
         raise PermissionError(13, "access denied")

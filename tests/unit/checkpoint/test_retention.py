@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import retention, storage
-from clustertrain.checkpoint.manifest import Damaged, Manifest, Metric
-from clustertrain.checkpoint.retention import Known, Policy, doomed
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.core import retention
+from clustertrain.checkpoint.core.retention import Known, Policy, doomed
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format import storage_errors
+from clustertrain.checkpoint.format.manifest import Damaged, Manifest, Metric
+from clustertrain.checkpoint.format.storage_errors import StorageError
 
 
 def kept(checkpoints: list[Known], policy: Policy, newest_good: int | None = None) -> list[int]:
@@ -242,7 +243,7 @@ def test_what_was_set_aside_stays_until_a_good_one_has_overtaken_it(tmp_path: Pa
 def test_a_file_system_that_does_not_answer_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         commit(tmp_path, step)
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
 
     def broken(folder: Path) -> Manifest:
         raise StorageError(f"{folder}: Input/output error")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, rollback
-from clustertrain.checkpoint.rollback import Wanted
-from clustertrain.checkpoint.source import RemoteFolder
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage import RemoteFolder
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError, Diverged, NotFound
 
 
@@ -55,14 +56,14 @@ def test_what_looks_offline_does_not_see_what_is_condemned_and_still_there(tmp_p
         index.write_manifest(folder, index.Manifest(step=step, metric=metric, **about, **fields))
     rollback.begin(tmp_path, None, wanted(most=12))
     assert steps(tmp_path) == [6, 12, 18]
-    assert [row["step"] for row in offline.list_checkpoints(tmp_path)] == [6, 12]
-    assert offline.find(tmp_path) == offline.best(tmp_path) == index.step_folder(tmp_path, 12)
+    assert [row["step"] for row in inspect.list_checkpoints(tmp_path)] == [6, 12]
+    assert inspect.find(tmp_path) == inspect.best(tmp_path) == index.step_folder(tmp_path, 12)
     with pytest.raises(NotFound, match=r"of step 18; steps there: 6, 12$"):
-        offline.find(tmp_path, 18)
+        inspect.find(tmp_path, 18)
     # Deleted by hand must not be what the run goes back to.
-    assert offline.prunable(tmp_path, 1, good=lambda _: True) == [index.step_folder(tmp_path, 6)]
+    assert inspect.prunable(tmp_path, 1, good=lambda _: True) == [index.step_folder(tmp_path, 6)]
     remote = RemoteFolder(tmp_path.as_uri())  # has no record beside it
-    assert index.step_of(offline.find(remote)) == 18
+    assert index.step_of(inspect.find(remote)) == 18
 
 
 def test_copies_behind_a_url_lose_their_marker(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import direct, folders, offline, storage
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import direct_io, folders, storage_errors
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.manifest import Damaged
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.manifest import Damaged
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.errors import CheckpointError, NotFound
 
 
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     manager.save(6, old)
     damage(index.step_folder(root, 6))
     with pytest.raises(Damaged):
-        offline.verify(index.step_folder(root, 6))
+        inspect.verify(index.step_folder(root, 6))
     new = make_state(2)
     restored = manager.restore(new)
     assert restored is not None
@@ -144,7 +145,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(manager: CheckpointMa
     assert again.skipped == []
     manager.save(6, new)
     assert index.set_aside(root) == []
-    offline.verify(index.step_folder(root, 6))
+    inspect.verify(index.step_folder(root, 6))
 
 
 def test_when_none_verifies_the_run_ends_and_nothing_is_moved(manager: CheckpointManager, root: Path) -> None:
@@ -163,7 +164,7 @@ def test_an_uncommitted_folder_is_never_restored(manager: CheckpointManager, roo
     assert restored is not None
     assert restored.step == 3
     manager.save(6, make_state())
-    offline.verify(index.step_folder(root, 6))
+    inspect.verify(index.step_folder(root, 6))
 
 
 def test_a_changed_model_is_an_error_and_not_damage(manager: CheckpointManager) -> None:
@@ -204,7 +205,7 @@ def test_retention_keeps_the_newest_and_the_newest_whole_one(manager: Checkpoint
     assert [index.step_of(p) for p in index.folders(root)] == [3, 4, 5]
     for step in (4, 5):
         os.truncate(index.step_folder(root, step) / "rank-0.bin", 8)
-    assert [p.name for p in offline.prune(root, 1)] == ["step-00000004"]
+    assert [p.name for p in inspect.prune(root, 1)] == ["step-00000004"]
     assert [index.step_of(p) for p in index.folders(root)] == [3, 5]
 
 
@@ -212,7 +213,7 @@ def test_prune_counts_a_flipped_byte(manager: CheckpointManager, root: Path) -> 
     for step in (1, 2):
         manager.save(step, make_state())
     flip(index.step_folder(root, 2) / "rank-0.bin")
-    assert offline.prune(root, 1) == []
+    assert inspect.prune(root, 1) == []
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
@@ -220,16 +221,16 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_rest(
 ) -> None:
     manager.save(3, make_state())
 
-    def full(file: direct.Writing, data: memoryview) -> None:
+    def full(file: direct_io.Writing, data: memoryview) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.Writing, "write", full)
+        patch.setattr(direct_io.Writing, "write", full)
         with pytest.raises(CheckpointError, match=r"step 6 was not saved: rank 0: .*No space left"):
             manager.save(6, make_state())
     assert sorted(p.name for p in root.iterdir()) == ["step-00000003"]
     manager.save(6, make_state())
-    offline.verify(index.step_folder(root, 6))
+    inspect.verify(index.step_folder(root, 6))
 
 
 def failing(original: Any, number: int, times: int) -> Any:
@@ -254,8 +255,8 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 ) -> None:
     manager.save(3, make_state())
     manager.save(6, make_state())
-    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(storage_errors, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.1)
     monkeypatch.setattr(folders, "sweep", lambda root, fence: None)
     with monkeypatch.context() as patch:
         patch.setattr(target, name, failing(getattr(target, name), number, 10**6))
@@ -274,7 +275,7 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 def test_a_failed_save_tells_whether_it_would_fail_again(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch, number: int, full: bool
 ) -> None:
-    monkeypatch.setattr(direct.Writing, "write", failing(direct.Writing.write, number, 1))
+    monkeypatch.setattr(direct_io.Writing, "write", failing(direct_io.Writing.write, number, 1))
     with pytest.raises(StorageError, match="step 6 was not saved") as e:
         manager.save(6, make_state())
     assert e.value.full is full
@@ -285,13 +286,13 @@ def test_an_unreadable_checkpoint_is_listed_as_such_and_no_ground_to_prune(
 ) -> None:
     for step in (3, 6):
         manager.save(step, make_state())
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EIO, 10**6))
-    row = offline.list_checkpoints(root, verify=True)[1]
+    row = inspect.list_checkpoints(root, verify=True)[1]
     assert (row["verified"], "damage" in row) == (None, False)
     assert "rank-0.bin" in row["unreadable"]
     with pytest.raises(StorageError):
-        offline.prune(root, 1)
+        inspect.prune(root, 1)
     assert len(index.folders(root)) == 2
 
 
@@ -334,7 +335,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
         shutil.rmtree(root, ignore_errors=True)
         first = CheckpointManager(root, Ranks(), attempt="1", layout={}, policy=Policy(keep=1), background=False)
         first.save(3, make_state(1))
-        old = offline.digest(offline.find(root))
+        old = inspect.digest(inspect.find(root))
         with monkeypatch.context() as patch:
             done = _die_at(patch, n)
             try:
@@ -347,7 +348,7 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
         restored = second.restore(new_state)
         assert restored is not None, f"after {done}"
         assert restored.skipped == []
-        digest = offline.digest(restored.path)
+        digest = inspect.digest(restored.path)
         assert restored.step in (3, step)
         if finished:
             assert digest != old
@@ -358,38 +359,38 @@ def test_killed_at_any_change_to_the_disk_a_whole_checkpoint_remains(
 
 
 def test_list_verify_digest_and_find(manager: CheckpointManager, root: Path) -> None:
-    assert offline.list_checkpoints(root) == []
+    assert inspect.list_checkpoints(root) == []
     with pytest.raises(NotFound, match="steps there: none"):
-        offline.find(root)
+        inspect.find(root)
     state = make_state()
     manager.save(3, state)
     train(state)
     manager.save(6, state)
-    rows = offline.list_checkpoints(root, verify=True)
+    rows = inspect.list_checkpoints(root, verify=True)
     assert [(r["step"], r["committed"], r["verified"], r["engine"], r["world_size"]) for r in rows] == [
         (3, True, True, "raw", 1),
         (6, True, True, "raw", 1),
     ]
     assert rows[0]["layout"] == {"strategy": "single"}
     assert rows[0]["bytes"] == sum(p.stat().st_size for p in Path(rows[0]["path"]).iterdir())
-    assert offline.list_checkpoints(root)[0]["verified"] is None
-    assert offline.find(root) == index.step_folder(root, 6)
-    assert offline.digest(offline.find(root, 3)) != offline.digest(offline.find(root, 6))
+    assert inspect.list_checkpoints(root)[0]["verified"] is None
+    assert inspect.find(root) == index.step_folder(root, 6)
+    assert inspect.digest(inspect.find(root, 3)) != inspect.digest(inspect.find(root, 6))
     with pytest.raises(NotFound, match="step 5; steps there: 3, 6"):
-        offline.find(root, 5)
+        inspect.find(root, 5)
     flip(index.step_folder(root, 3) / "rank-0.bin")
-    assert offline.list_checkpoints(root)[0]["verified"] is None
-    row = offline.list_checkpoints(root, verify=True)[0]
+    assert inspect.list_checkpoints(root)[0]["verified"] is None
+    row = inspect.list_checkpoints(root, verify=True)[0]
     assert row["verified"] is False
     assert "rank-0.bin" in row["damage"]
     with pytest.raises(Damaged, match=r"rank-0\.bin"):
-        offline.digest(index.step_folder(root, 3))
+        inspect.digest(index.step_folder(root, 3))
 
 
 def test_the_digest_is_of_tensors_and_not_of_what_else_is_saved(manager: CheckpointManager, root: Path) -> None:
     manager.save(1, make_state(), {"random": 1})
     manager.save(2, {**make_state(), "note": "another"}, {"random": 2})
-    assert offline.digest(offline.find(root, 1)) == offline.digest(offline.find(root, 2))
+    assert inspect.digest(inspect.find(root, 1)) == inspect.digest(inspect.find(root, 2))
 
 
 def test_the_group_may_read_a_checkpoint_where_it_gets_to_the_run(manager: CheckpointManager, root: Path) -> None:

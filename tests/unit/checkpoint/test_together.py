@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from clustertrain.checkpoint import together
-from clustertrain.checkpoint.integrity import BLOCK_BYTES
-from clustertrain.checkpoint.manifest import ShardRecord, TensorRecord
+from clustertrain.checkpoint.format.checksums import BLOCK_BYTES
+from clustertrain.checkpoint.format.manifest import ShardRecord, TensorRecord
+from clustertrain.checkpoint.load import shared_read
 
 SHAPES = [(4096, 1024), (3001, 1237), (5_000_011,), (96, 70, 513), (1, 4_000_000), (3_000_000, 1)]
 
@@ -27,43 +27,43 @@ def tensor(shape: tuple[int, ...], itemsize: int) -> TensorRecord:
 def test_chunks_are_whole_rows_one_after_another(shape: tuple[int, ...], itemsize: int) -> None:
     record = tensor(shape, itemsize)
     shard = record.shards[0]
-    assert together.fits(record, shard)
-    chunks = together._cut(record, shard, 0)
-    row = together.row_bytes(record, shard)
+    assert shared_read.fits(record, shard)
+    chunks = shared_read._cut(record, shard, 0)
+    row = shared_read.row_bytes(record, shard)
     at = 0
     for chunk in chunks:
         assert chunk.low == at and chunk.nbytes % row == 0
-        assert 0 < chunk.nbytes <= together.CHUNK_BYTES
+        assert 0 < chunk.nbytes <= shared_read.CHUNK_BYTES
         at += chunk.nbytes
     assert at == shard.nbytes
 
 
 def test_chunks_end_where_blocks_do_when_rows_allow_it() -> None:
     record = tensor((8192, 1024), 4)
-    assert all(c.low % BLOCK_BYTES == 0 for c in together._cut(record, record.shards[0], 0))
+    assert all(c.low % BLOCK_BYTES == 0 for c in shared_read._cut(record, record.shards[0], 0))
 
 
 def test_what_is_too_small_or_has_rows_too_long_is_not_shared() -> None:
     for shape in ((), (16, 16), (2, 10_000_000)):
         record = tensor(shape, 4)
-        assert not together.fits(record, record.shards[0])
+        assert not shared_read.fits(record, record.shards[0])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_chunk_that_two_want_is_read_by_one(seed: int) -> None:
     rng = random.Random(seed)
-    sizes = {c: rng.randint(1, together.CHUNK_BYTES) for c in range(200)}
+    sizes = {c: rng.randint(1, shared_read.CHUNK_BYTES) for c in range(200)}
     members = sorted(rng.sample(range(64), rng.randint(1, 8)))
     wanted = {r: frozenset(c for c in sizes if rng.random() < 0.4) for r in members}
-    loads = together.loads_of(wanted, sizes)
+    loads = shared_read.loads_of(wanted, sizes)
     assert loads.shared == {c for c in sizes if sum(c in w for w in wanted.values()) > 1}
     read = [c for step in loads.steps for load in step.values() for c in load]
     assert sorted(read) == sorted(loads.shared)
     for n, step in enumerate(loads.steps):
         assert set(step) <= set(members)
         for load in step.values():
-            ends = n % 2 * together.LOAD_BYTES
-            for _, at, size in together._places(load, sizes, n):
+            ends = n % 2 * shared_read.LOAD_BYTES
+            for _, at, size in shared_read._places(load, sizes, n):
                 assert at >= ends  # nothing lies on another
                 ends = at + size
-            assert ends <= (n % 2 + 1) * together.LOAD_BYTES
+            assert ends <= (n % 2 + 1) * shared_read.LOAD_BYTES

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from clustertrain.checkpoint import tree
+from clustertrain.checkpoint.core import json_tree
 from clustertrain.errors import CheckpointError
 
 
 def round_trip(value: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(tree.encode(value, "s", tensors))
-    return tree.decode(json.loads(text), tensors.__getitem__)
+    text = json.dumps(json_tree.encode(value, "s", tensors))
+    return json_tree.decode(json.loads(text), tensors.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
 def test_tensors_are_named_by_their_place() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": [torch.ones(2), 1], "b": {"c": torch.zeros(())}}
-    encoded = tree.encode(value, "ema", tensors)
+    encoded = json_tree.encode(value, "ema", tensors)
     assert sorted(tensors) == ["ema/a/0", "ema/b/c"]
-    assert tree.tensor_names(encoded) == set(tensors)
-    assert tree.decode(encoded, tensors.__getitem__)["a"][0] is tensors["ema/a/0"]
+    assert json_tree.tensor_names(encoded) == set(tensors)
+    assert json_tree.decode(encoded, tensors.__getitem__)["a"][0] is tensors["ema/a/0"]
 
 
 def test_arrays_keep_type_shape_and_bits() -> None:
@@ -61,4 +61,4 @@ def test_arrays_keep_type_shape_and_bits() -> None:
 
 def test_what_would_need_pickle_is_refused_by_its_place() -> None:
     with pytest.raises(CheckpointError, match=r"scheduler/fn: a function cannot be put in a checkpoint"):
-        tree.encode({"fn": round_trip}, "scheduler", {})
+        json_tree.encode({"fn": round_trip}, "scheduler", {})

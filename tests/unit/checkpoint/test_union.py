@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.checkpoint import union
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.save import global_plan
 from clustertrain.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def tree_of(stage: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
 def test_the_values_of_all_ranks_are_one_tree_and_the_lowest_ranks_count() -> None:
     first = tree_of("a", [{"lr": 0.1, "params": ["tied", "a.weight"]}])
     last = tree_of("b", [{"lr": 0.5, "params": ["b.bias"]}, {"lr": 0.1, "params": ["b.weight", "tied"]}])
-    merged = union.merge_values([first, last], ["optimizer"])
+    merged = global_plan.merge_values([first, last], ["optimizer"])
     assert merged["model"] == {**first["model"], **last["model"]}
     assert merged["optimizer"]["state"] == {**first["optimizer"]["state"], **last["optimizer"]["state"]}
     assert merged["note"] == {"by": "a", "list": ["a"]}
@@ -39,19 +39,19 @@ def test_the_values_of_all_ranks_are_one_tree_and_the_lowest_ranks_count() -> No
 def test_the_groups_do_not_tell_the_layout() -> None:
     whole = [{"lr": 1, "params": ["z", "b", "a"]}, {"lr": 2, "params": ["c"]}]
     stages = [{"lr": 2, "params": ["c"]}, {"lr": 1, "params": ["b"]}, {"lr": 1, "params": ["a", "z"]}]
-    assert union.merge_groups(whole) == union.merge_groups(stages)
+    assert global_plan.merge_groups(whole) == global_plan.merge_groups(stages)
 
 
 def test_each_tensor_is_written_once_by_a_rank_that_holds_it() -> None:
     stage_0 = {"tied": ["shard", 0], "a": ["shard", 0], "step a": ["equal", 4], "step tied": ["equal", 4]}
     stage_1 = {"tied": ["shard", 2], "b": ["shard", 2], "step b": ["equal", 4], "buffer": ["first", 8]}
-    chosen = union.writers([stage_0, {**stage_1, "step tied": ["equal", 4]}], [[0, 1], [2, 3]])
+    chosen = global_plan.writers([stage_0, {**stage_1, "step tied": ["equal", 4]}], [[0, 1], [2, 3]])
     assert (chosen["tied"], chosen["a"], chosen["b"], chosen["buffer"]) == (0, 0, 2, 2)
     assert chosen["step a"] in (0, 1)
     assert chosen["step b"] in (2, 3)
     # By size, over all that hold them.
     equal = {name: ["equal", size] for name, size in (("x", 100), ("y", 60), ("z", 50))}
-    assert union.writers([equal], [[0, 1]]) == {"x": 0, "y": 1, "z": 1}
+    assert global_plan.writers([equal], [[0, 1]]) == {"x": 0, "y": 1, "z": 1}
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from clustertrain.checkpoint import compare, offline
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.engines import ENGINES
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointManager
+from clustertrain.checkpoint.offline import diff, inspect
+from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.errors import CheckpointError, ClusterTrainError
 
 
@@ -43,10 +43,10 @@ def restore(root: Path) -> object:
 
 def read_in_every_way(root: Path, folder: Path) -> None:
     ways: list[Callable[[], object]] = [
-        lambda: offline.list_checkpoints(root, verify=True),
-        lambda: offline.verify(folder),
-        lambda: offline.digest(folder),
-        lambda: compare.compare(folder, folder),
+        lambda: inspect.list_checkpoints(root, verify=True),
+        lambda: inspect.verify(folder),
+        lambda: inspect.digest(folder),
+        lambda: diff.compare(folder, folder),
         lambda: restore(root),
     ]
     for way in ways:
@@ -80,10 +80,10 @@ def test_an_index_with_the_right_checksums_and_wrong_names_gets_nowhere(tmp_path
     evil = msgspec.structs.replace(manifest, tensors=(tensor, *manifest.tensors[1:]))
     index.write_manifest(folder, evil)
     with pytest.raises(index.Damaged, match="outside"):
-        offline.verify(folder)
+        inspect.verify(folder)
     index.write_manifest(folder, msgspec.structs.replace(manifest, files={"/etc/passwd": 10}))
     with pytest.raises(index.Damaged, match="outside"):
-        offline.verify(folder)
+        inspect.verify(folder)
     bad = msgspec.structs.replace(manifest.tensors[0], dtype="load")
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=(bad, *manifest.tensors[1:])))
     with pytest.raises(CheckpointError, match="'load' is no type of a tensor"):

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from clustertrain import clock
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, remote
-from clustertrain.checkpoint.remote import SAID, Copied, Upload, Uploader, owner
-from clustertrain.checkpoint.retention import Policy
-from clustertrain.checkpoint.source import RemoteFolder
+from clustertrain.checkpoint.core.retention import Policy
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.storage import RemoteFolder
+from clustertrain.checkpoint.offline import inspect
+from clustertrain.checkpoint.save import remote
+from clustertrain.checkpoint.save.remote import SAID, Copied, Upload, Uploader, owner
 from tests.unit.checkpoint.saved import files, save, state_of, steps
 
 LONG_S = 60.0
@@ -150,7 +151,7 @@ def test_a_step_that_was_saved_anew_replaces_the_copy_as_a_whole(
     store.wait_for(3, 2)
     assert seen and not any(seen)  # while half of it was replaced it did not count
     assert of_store(store) != old
-    offline.verify(there)
+    inspect.verify(there)
 
 
 def test_what_is_being_copied_is_not_deleted_here(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from clustertrain import settings
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint.agree import Ranks
-from clustertrain.checkpoint.background import Background
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.staging import Staging
+from clustertrain.checkpoint.save.staging import Staging
+from clustertrain.checkpoint.save.writer_client import Background
 from clustertrain.errors import CheckpointError
 
 
@@ -127,8 +127,8 @@ def test_what_cannot_be_sent_is_a_failure_and_no_wait(tmp_path: Path, monkeypatc
 
 
 def test_free_memory_is_shared_out_among_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from clustertrain.checkpoint import staging
-    from clustertrain.checkpoint.state import block
+    from clustertrain.checkpoint.core.state_dict import block
+    from clustertrain.checkpoint.save import staging
 
     monkeypatch.setattr(staging, "available_memory", lambda: 10_000_000)
     state = [block("a", "other", torch.zeros(750_000))]

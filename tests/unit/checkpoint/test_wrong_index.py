@@ -12,11 +12,11 @@ import click.testing
 import msgspec
 import pytest
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import sound
-from clustertrain.checkpoint.agree import Ranks
+from clustertrain.checkpoint.core.control_group import Ranks
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format import manifest_checks
+from clustertrain.checkpoint.format.manifest import Manifest, TensorRecord
 from clustertrain.checkpoint.manager import CheckpointManager
-from clustertrain.checkpoint.manifest import Manifest, TensorRecord
 from clustertrain.cli.main import cli
 from clustertrain.errors import ClusterTrainError
 from tests.unit.checkpoint.saved import save, state_of
@@ -158,4 +158,4 @@ PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1
     ],
 )
 def test_shards_are_all_of_a_tensor_and_each_element_once(shape: Any, boxes: list[Any], fits: bool) -> None:
-    assert (sound.wrong_tiling(shape, boxes) is None) is fits
+    assert (manifest_checks.wrong_tiling(shape, boxes) is None) is fits

@@ -16,10 +16,11 @@ import torch
 from rich.console import Console
 
 from clustertrain import clock, proc
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline, rollback
-from clustertrain.checkpoint.manifest import Metric
-from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.format.manifest import Metric
+from clustertrain.checkpoint.load import rollback
+from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.cli import progress
 from clustertrain.cli.main import main
 from clustertrain.report import terminal
@@ -200,15 +201,15 @@ def test_each_of_several_damaged_files_is_told_once(run: Path) -> None:
     files = {**manifest.files, "rank-1.bin": manifest.files["rank-0.bin"]}
     index.write_manifest(folder, msgspec.structs.replace(manifest, tensors=tuple(tensors), files=files))
     done: list[int] = []
-    assert offline.damages(folder, lambda so_far, _: done.append(so_far)) == []
+    assert inspect.damages(folder, lambda so_far, _: done.append(so_far)) == []
     assert done[-1] == sum(s.nbytes for t in tensors for s in t.shards) and done == sorted(done)
     for name in ("rank-0.bin", "rank-1.bin"):
         (folder / name).write_bytes(bytes((folder / name).stat().st_size))
-    assert sorted(d.split(":")[0] for d in offline.damages(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
+    assert sorted(d.split(":")[0] for d in inspect.damages(folder)) == [f"{folder}/rank-{r}.bin" for r in (0, 1)]
     (folder / "rank-0.bin").unlink()
-    assert "No such file" in next(d for d in offline.damages(folder) if "rank-0.bin" in d)
+    assert "No such file" in next(d for d in inspect.damages(folder) if "rank-0.bin" in d)
     flip(folder.parents[1], 3, "manifest.json")
-    assert [d.split(":")[0] for d in offline.damages(folder)] == [f"{folder}/manifest.json"]
+    assert [d.split(":")[0] for d in inspect.damages(folder)] == [f"{folder}/manifest.json"]
 
 
 def test_what_cannot_be_read_is_not_called_damaged(run: Path, command: Command) -> None:

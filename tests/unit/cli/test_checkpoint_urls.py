@@ -10,8 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from clustertrain.checkpoint import storage
-from clustertrain.checkpoint.source import RemoteFolder
+from clustertrain.checkpoint.format import storage_errors
+from clustertrain.checkpoint.format.storage import RemoteFolder
 from clustertrain.cli.main import main
 from tests.unit.checkpoint.saved import decoder, make_run, recipe_of
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_a_sentence(call: Call, root: Path, words: list[str], 
 
 
 def test_a_store_that_lets_nobody_in_is_a_sentence(call: Call, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(storage_errors, "PATIENCE_S", 0.0)
 
     def fail(self: RemoteFolder) -> bool:
         raise PermissionError(13, "access denied: Forbidden")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from clustertrain.checkpoint import manifest as index
-from clustertrain.checkpoint import offline
-from clustertrain.checkpoint.rollback import Wanted
+from clustertrain.checkpoint.format import manifest as index
+from clustertrain.checkpoint.load.rollback import Wanted
+from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.train.evaluation.judge import Judge
@@ -110,9 +110,9 @@ def test_on_the_way_back_only_what_is_there_counts_as_best(runs: Any) -> None:
     assert (run.kept, run.best) == ([4, 6], (6, 3.0))
     run.back(7, 5)
     assert (run.step, run.kept) == (4, [4])
-    assert run.best == (4, 6.0) and offline.best(run.root).name == "step-00000004"
+    assert run.best == (4, 6.0) and inspect.best(run.root).name == "step-00000004"
     run.to(8)
-    assert run.best == (6, 3.0) and offline.best(run.root).name == "step-00000006"
+    assert run.best == (6, 3.0) and inspect.best(run.root).name == "step-00000006"
 
 
 def test_after_a_resume_too(runs: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from clustertrain import fsio
-from clustertrain.checkpoint.storage import StorageError
+from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train import context, seeds

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import clustertrain as ct
 from clustertrain import fsio, settings
-from clustertrain.checkpoint import rollback
+from clustertrain.checkpoint.load import rollback
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe

@@ -1,0 +1,1 @@
+"""What saving and loading share."""

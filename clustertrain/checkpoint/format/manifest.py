@@ -1,0 +1,281 @@
+"""The index of one checkpoint, and where its files lie.
+
+checkpoints/step-00000500/
+  rank-0.bin rank-1.bin …   shards as raw bytes in C order (other engines have other files)
+  manifest.json             what lies where, with the checksums
+  COMMITTED                 checksum of the manifest; written last
+checkpoints/.step-00000500-<attempt>-<token>  a save under way (or killed), never read
+checkpoints/.old-step-00000500                what a save of the same step replaces, until it has
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from clustertrain import fsio, schema
+from clustertrain.checkpoint.format import manifest_checks
+from clustertrain.checkpoint.format.checksums import checksum, fits
+from clustertrain.checkpoint.format.storage import F, Folder, RemoteFolder, inside
+from clustertrain.checkpoint.format.storage_errors import patiently
+from clustertrain.errors import CheckpointError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+
+_MARKER_BYTES, _MANIFEST_BYTES = 1 << 20, 4 << 30  # the most that is read of each
+T = TypeVar("T")
+
+_NAME = re.compile(r"(damaged-)?step-(\d{8,})")
+
+Kind = Literal["model", "optimizer", "other"]
+# "stop": made because the job was being ended, whenever that was. "best": for nothing but its metric.
+Reason = Literal["interval", "best", "stop", "end"]
+
+
+class Damaged(CheckpointError):
+    """A file of a committed checkpoint is missing, cut short or altered: an older checkpoint may still be good."""
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
+    """A block of a tensor: ``nbytes`` at ``offset`` of ``file``, holding ``shape`` elements that start at ``start``.
+    For ``blocks`` and ``checksum`` see :mod:`~clustertrain.checkpoint.format.checksums`."""
+
+    file: str
+    offset: int
+    nbytes: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    blocks: str
+    checksum: str
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many, and no cycles
+    """A logical (global) tensor. ``dtype`` is torch's name of it, ``itemsize`` in bytes."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    shards: tuple[ShardRecord, ...]
+
+
+class Metric(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides which checkpoints are the best."""
+
+    name: str
+    value: float | None
+    mode: Literal["min", "max"] = "min"  # which value is the best
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``about`` says what made it: versions, recipe, data."""
+
+    format: int
+    torch: str
+    step: int
+    made_in: str = ""  # name of the folder before it was committed, another one for each save
+    world_size: int
+    engine: str
+    reason: Reason = "interval"
+    metric: Metric | None = None
+    about: dict[str, Any] = {}
+    layout: dict[str, Any]
+    files: dict[str, int]  # name -> size in bytes
+    tensors: tuple[TensorRecord, ...]
+    values: dict[str, Any]  # everything that is not a tensor, see state.py
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``COMMITTED``."""
+
+    format: int
+    step: int
+    manifest_xxh3_128: str
+
+
+def step_folder(root: F, step: int) -> F:
+    return inside(root, f"step-{step:08d}")
+
+
+def staging_folder(root: Path, step: int, attempt: str) -> Path:
+    return root / f".step-{step:08d}-{attempt}"
+
+
+def replaced_folder(final: Path) -> Path:
+    return final.with_name(f".old-{final.name}")
+
+
+def damaged_folder(folder: Path) -> Path:
+    return folder.with_name(f"damaged-{folder.name}")
+
+
+def step_of(folder: Folder) -> int | None:
+    """The step in a checkpoint folder's name; None for any other name."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[2]) if match else None
+
+
+def _by_step(root: F, prefix: str) -> list[F]:
+    try:
+        # Not glob, which takes a folder that cannot be read for an empty one: a run would begin again.
+        names = patiently(lambda: [p.name for p in root.iterdir()], root)
+    except OSError:
+        return []
+    found = [(step, n) for n in names if n.startswith(prefix) and (step := step_of(root / n)) is not None]
+    return [inside(root, n) for _, n in sorted(found)]
+
+
+def folders(root: F) -> list[F]:
+    """Checkpoint folders, committed or not, oldest step first."""
+    return _by_step(root, "step-")
+
+
+def set_aside(root: Path) -> list[Path]:
+    """What did not verify when the run came back."""
+    return _by_step(root, "damaged-step-")
+
+
+def is_committed(folder: Folder) -> bool:
+    try:
+        return stat.S_ISREG(patiently((folder / COMMITTED).stat, folder / COMMITTED).st_mode)
+    except OSError:
+        return False
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the index, make the folder durable, then write the marker."""
+    data = msgspec.json.encode(manifest)
+    fsio.write_bytes(folder / MANIFEST, data)
+    marker = Marker(format=FORMAT, step=manifest.step, manifest_xxh3_128=checksum(data))
+    fsio.write_bytes(folder / COMMITTED, msgspec.json.encode(marker) + b"\n")
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The index of a committed checkpoint.
+
+    Raises:
+        Damaged: no marker, or index, marker and the folder's name do not fit each other.
+        StorageError: they cannot be read, now at least.
+        CheckpointError: written by a newer format than this one.
+    """
+    marker = _decoded(folder / COMMITTED, _content(folder / COMMITTED, _MARKER_BYTES), Marker)
+    data = _content(folder / MANIFEST, _MANIFEST_BYTES)
+    if marker.format != FORMAT:
+        raise CheckpointError(
+            f"{folder}: written in format {marker.format}, this clustertrain reads format {FORMAT}",
+            fix="use the version that wrote it" + (", or a newer one" if marker.format > FORMAT else ""),
+        )
+    if step_of(folder) not in (None, marker.step):  # a copy; its data would be taken for another step's
+        raise Damaged(f"{folder}: is of step {marker.step}")
+    if checksum(data) != marker.manifest_xxh3_128:
+        raise Damaged(f"{folder / MANIFEST}: checksum differs from the one in {COMMITTED}")
+    manifest = _decoded(folder / MANIFEST, data, Manifest)
+    if manifest.step != marker.step:
+        raise Damaged(f"{folder / MANIFEST}: is of step {manifest.step}, and {COMMITTED} of step {marker.step}")
+    check(folder, manifest)
+    return manifest
+
+
+def _content(path: Folder, most: int) -> bytes:
+    """A file that others may have put there: not a pipe, which would be waited for, nor larger than such a file is."""
+    try:
+        if isinstance(path, Path):
+            found = patiently(path.stat, path)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+                raise Damaged(f"{path}: is not a regular file of at most {most >> 20} MiB")
+        return patiently(path.read_bytes, path)
+    except OSError as e:
+        raise Damaged(f"{path.parent}: {path.name} is missing") from e
+
+
+def _decoded(path: Folder, data: bytes, kind: type[T]) -> T:
+    try:
+        return schema.decode(data, kind)
+    except msgspec.MsgspecError as e:
+        raise Damaged(f"{path}: cannot be read: {e}") from e
+
+
+def check(folder: Folder, manifest: Manifest) -> None:
+    """Whoever writes an index can give it the right checksum. What it says must still make sense, and lead nowhere
+    else: that its tensors are whole, so that all who read them find what :func:`offline.verify` has found.
+
+    Raises:
+        Damaged: it does not.
+    """
+    where = folder / MANIFEST
+    for name, size in manifest.files.items():
+        if wrong := manifest_checks.wrong_name(name):
+            raise Damaged(f"{where}: names {name!r}, which {wrong}")
+        if size < 0:
+            raise Damaged(f"{where}: {name} has {size} bytes")
+    names = {t.name for t in manifest.tensors}
+    if len(names) != len(manifest.tensors):
+        raise Damaged(f"{where}: names a tensor twice")
+    for tensor in manifest.tensors:
+        for shard in tensor.shards:
+            _check_shard(folder, manifest, tensor, shard)
+        wrong = manifest_checks.wrong_form(tensor.dtype, tensor.itemsize, tensor.shape) or manifest_checks.wrong_tiling(
+            tensor.shape, [(s.start, s.shape) for s in tensor.shards]
+        )
+        if wrong:
+            raise Damaged(f"{where}: {tensor.name} {wrong}")
+    if wrong := manifest_checks.wrong_values(manifest.values, names):
+        raise Damaged(f"{where}: {wrong}")
+
+
+def _check_shard(folder: Folder, manifest: Manifest, tensor: TensorRecord, shard: ShardRecord) -> None:
+    if wrong := manifest_checks.wrong_name(shard.file):
+        raise Damaged(f"{folder / MANIFEST}: names {shard.file!r}, which {wrong}")
+    if shard.offset + shard.nbytes > manifest.files.get(shard.file, -1):
+        raise Damaged(f"{folder / shard.file}: has not the bytes of {tensor.name} that {MANIFEST} speaks of")
+    size = math.prod(shard.shape) * tensor.itemsize
+    odd = min((*shard.start, *shard.shape, shard.offset, tensor.itemsize)) < 0
+    if odd or shard.nbytes != size or not fits(shard.blocks, size):
+        raise Damaged(f"{folder / MANIFEST}: a shard of {tensor.name} is not of the size that its shape says")
+
+
+def check_sizes(folder: Folder, manifest: Manifest) -> None:
+    """The cheap part of verification: every data file is there and as long as it was written.
+
+    Raises:
+        Damaged: names the first file that is not.
+        StorageError: that cannot be told, now at least.
+    """
+    for wrong in wrong_sizes(folder, manifest).values():
+        raise Damaged(wrong)
+
+
+def wrong_sizes(folder: Folder, manifest: Manifest) -> dict[str, str]:
+    """By file what :func:`check_sizes` says of it. Raises StorageError as that does."""
+    listed = patiently(folder.sizes, folder) if isinstance(folder, RemoteFolder) else None
+    wrong = {}
+    for name, size in manifest.files.items():
+        path = folder / name
+        try:
+            found = _regular_size(path) if listed is None else listed.get(name)
+        except OSError as e:
+            wrong[name] = f"{path}: {e.strerror or e}"
+            continue
+        if found is None:
+            wrong[name] = f"{path}: is missing or not a regular file"
+        elif found != size:
+            wrong[name] = f"{path}: {found} bytes, {size} were written"
+    return wrong
+
+
+def _regular_size(path: Folder) -> int | None:
+    """None of what is no file."""
+    found = patiently(path.stat, path)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None

@@ -1,0 +1,1 @@
+"""Inspects, compares and exports checkpoints without a job."""

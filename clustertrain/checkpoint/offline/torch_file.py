@@ -1,0 +1,83 @@
+"""A file that ``torch.load(path, weights_only=True)`` reads, written one tensor at a time.
+
+``torch.save`` wants all tensors in memory. Its file is a zip archive without compression: ``data.pkl``, a pickle in
+which storages are references, and the storages' bytes as ``data/<n>``, at multiples of 64 bytes so that they can be
+mapped into memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clustertrain.checkpoint.offline.safetensors import Content, Item
+
+_ALIGNMENT = 64
+_LOCAL_HEADER = 30  # bytes of it before the name
+_ZIP64 = 20  # bytes of the field with the sizes, which zipfile puts behind our own
+_PADDING = 0x4246  # as torch marks it
+
+
+class _Storage:
+    def __init__(self, key: int, nbytes: int) -> None:
+        self.reference = ("storage", torch.UntypedStorage, str(key), "cpu", nbytes)
+
+
+class _Tensor:
+    def __init__(self, key: int, item: Item) -> None:
+        self._key = key
+        self._item = item
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        shape = self._item.shape
+        strides = tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
+        storage = _Storage(self._key, self._item.nbytes)
+        no_hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        arguments = (storage, 0, shape, strides, False, no_hooks, getattr(torch, self._item.dtype))
+        return torch._utils._rebuild_tensor_v3, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.reference if isinstance(obj, _Storage) else None
+
+
+def write_torch(path: Path, items: Sequence[Item], content: Content) -> None:
+    """A new file with a dict of tensors by name.
+
+    Raises:
+        OSError: it cannot be written; what is there of it is not taken away.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump({item.name: _Tensor(i, item) for i, item in enumerate(items)})
+    with path.open("xb") as f:
+        with zipfile.ZipFile(f, "w") as archive:
+            _write(archive, "data.pkl", [buffer.getbuffer()])
+            _write(archive, "byteorder", [memoryview(b"little")])
+            for i, item in enumerate(items):
+                _write(archive, f"data/{i}", content(item))
+            _write(archive, "version", [memoryview(b"3\n")])
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _write(archive: zipfile.ZipFile, name: str, pieces: Iterable[memoryview]) -> None:
+    info = zipfile.ZipInfo(f"archive/{name}")
+    assert archive.fp is not None
+    begin = archive.fp.tell() + _LOCAL_HEADER + len(info.filename) + 4 + _ZIP64
+    padding = -begin % _ALIGNMENT
+    info.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
+    # zip64 for all of them: how long the pieces are is not known here.
+    with archive.open(info, "w", force_zip64=True) as member:
+        for piece in pieces:
+            member.write(piece)

@@ -1,0 +1,1 @@
+"""Plans, stages, writes and commits a checkpoint."""

@@ -1,0 +1,39 @@
+"""A rank's staging memory as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustertrain.checkpoint.core import fault_points
+from clustertrain.checkpoint.format import direct_io
+from clustertrain.checkpoint.format.manifest import TensorRecord
+from clustertrain.checkpoint.format.staged_segments import Place, Segment
+
+CHUNK_BYTES = 32 << 20
+
+
+class RawEngine:
+    name = "raw"
+    patterns = ("rank-{rank}.bin",)
+
+    def write(self, folder: Path, rank: int, segments: Sequence[Segment], memory: memoryview) -> list[Place]:
+        """Each segment lies in the file where it lies in ``memory``, so that the disk can take it from there."""
+        name = f"rank-{rank}.bin"
+        with direct_io.writing(folder / name) as file:
+            written = end = 0
+            for segment in segments:
+                fault_points.reached("while writing", rank)
+                end = max(end, segment.at + segment.nbytes)
+                while end - written >= CHUNK_BYTES:
+                    file.write(memory[written : written + CHUNK_BYTES])
+                    written += CHUNK_BYTES
+            file.write(memory[written:end])
+        return [Place(file=name, offset=s.at) for s in segments]
+
+    def finish(self, folder: Path, tensors: Sequence[TensorRecord]) -> None:
+        """Nothing: the manifest is the index."""
+
+
+def make() -> RawEngine:
+    return RawEngine()
