@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks import measure
 from benchmarks.measure import CannotRun
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.readers.gpm import SHORTEST_S
-from clustertrain.telemetry.readers.gpu_calls import GpuCalls
-from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
-from clustertrain.telemetry.readers.reading import GpuReader
+from clustertrain.telemetry.readers.nvml_events import GpuEvents
+from clustertrain.telemetry.readers.nvml_gpm import SHORTEST_S
+from clustertrain.telemetry.readers.nvml_queries import GpuCalls
 
 ROUNDS = 300
 ROUNDS_OF_PAIRS = 30  # each waits for the shortest time between two samples

@@ -106,7 +106,7 @@ def sample(folder: Path, seconds: float) -> dict[str, Any]:
 
     before_mb = _memory_mb("VmRSS")
     from clustertrain.telemetry.sampler import Sampler
-    from clustertrain.telemetry.segments.series import open_node
+    from clustertrain.telemetry.store.reader import open_node
 
     waking = _waking(min(seconds, 20.0))
     sampler = Sampler(folder, "node", os.environ, first_rank=0)
@@ -157,7 +157,7 @@ def _memory_mb(name: str) -> float:
 def size(folder: Path) -> tuple[dict[str, Any], Path]:
     """Bytes a value, ours and the peers'; and the segment."""
     from benchmarks.telemetry_data import header, write_segment
-    from clustertrain.telemetry.segments.compact import compact
+    from clustertrain.telemetry.store.compact import compact
 
     of = header("node000", GPUS, 0, T0)
     cpu = time.process_time()
@@ -218,7 +218,7 @@ def _json_lines(d: Any, rows: Any) -> int:
 def reports(folder: Path, day: Path) -> dict[str, Any]:
     """The report of a week and of a day, as whole processes."""
     from benchmarks.telemetry_data import copy_segment, header, new_run, write_segment
-    from clustertrain.telemetry.segments.compact import compact
+    from clustertrain.telemetry.store.compact import compact
 
     home = folder / "home"
     week, _ = write_segment(folder / "week", header("node000", GPUS, 0, T0, 10.0), 7 * DAY_S // 10, flush_s=600)

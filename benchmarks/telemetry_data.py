@@ -15,8 +15,8 @@ from clustertrain.run import heartbeat
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW, Pace
-from clustertrain.telemetry.segments import totals
-from clustertrain.telemetry.segments.store import HEADER, GpuFacts, Header, Writer
+from clustertrain.telemetry.store import totals
+from clustertrain.telemetry.store.writer import HEADER, GpuFacts, Header, Writer
 
 GIB = 2**30
 Column = npt.NDArray[np.float64]

@@ -6,8 +6,8 @@ import numpy as np
 
 from clustertrain.run.goodput import Goodput
 from clustertrain.telemetry.analysis.curves import GPU_CURVES, HOST_CURVES, Curves
-from clustertrain.telemetry.analysis.grid import Matrix, Table
-from clustertrain.telemetry.summary import (
+from clustertrain.telemetry.analysis.resample import Matrix, Table
+from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,

@@ -12,7 +12,7 @@ from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.job_comment import EVERY_S, FIRST_S, Figures, JobComment, comment_of
 from clustertrain.scheduler.run_status import total_steps
-from clustertrain.telemetry.summary import Stats, Summary
+from clustertrain.telemetry.report_schema import Stats, Summary
 
 
 class Commenter:
@@ -65,7 +65,7 @@ class Commenter:
 def line_of(run: RunDir) -> str:
     """The line for a run as it is now."""
     # Not at the top: numpy, for a batch process that may never comment.
-    from clustertrain.telemetry.analysis.query import summarize
+    from clustertrain.telemetry.analysis.summarize import summarize
 
     return comment_of(figures_of(run, summarize(run)))
 

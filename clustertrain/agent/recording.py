@@ -14,12 +14,12 @@ from clustertrain.run import json_files
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.telemetry.alerts.watch import Watch
+from clustertrain.telemetry.alerts.monitor import Watch
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Labels
 from clustertrain.telemetry.sampler import Intervals, Sampler
-from clustertrain.telemetry.segments import blocks
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import jsonl_blocks
 
 COMPACTION_S = 120.0  # below batch's AFTER_RESULTS_S
 WORTH_BYTES = 256 << 10  # a Parquet file of fewer samples is no smaller, and costs seconds of a core to make
@@ -146,13 +146,13 @@ class Recording:
     def _is_worth_it(self) -> bool:
         """Asked here as well: most short attempts then start no process for it."""
         try:
-            return any(f.stat().st_size >= WORTH_BYTES for f in self._folder.glob(f"*/{blocks.NAME}"))
+            return any(f.stat().st_size >= WORTH_BYTES for f in self._folder.glob(f"*/{jsonl_blocks.NAME}"))
         except OSError:
             return False
 
     def _compaction(self, folders: Sequence[Path]) -> subprocess.Popen[bytes] | None:
         """Of segments that nobody writes any more. None where no process could be started."""
-        argv = proc.python_module(sys.executable, "clustertrain.telemetry.segments.compact", "--ended", "--quiet")
+        argv = proc.python_module(sys.executable, "clustertrain.telemetry.store.compact", "--ended", "--quiet")
         argv += ["--at-least", str(WORTH_BYTES), *map(str, folders)]
         try:
             return proc.start(argv, ignore_stop_signals=True)

@@ -94,7 +94,7 @@ def telemetry(
     # Not at the top: numpy and rich cost more than the rest of the command line together.
     from clustertrain.cli import telemetry_files as files
     from clustertrain.run.run_dir import readable
-    from clustertrain.telemetry.analysis.query import Request, summarize
+    from clustertrain.telemetry.analysis.summarize import Request, summarize
 
     run = find_run(name)
     request = Request(attempt, gpu, since_s, *_state_of(run))
@@ -138,7 +138,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
     A and B are runs as `clustertrain telemetry` takes them. Figures are a GPU's where the numbers of GPUs differ.
     """
     from clustertrain.run.run_dir import readable
-    from clustertrain.telemetry.analysis import comparison
+    from clustertrain.telemetry.analysis import compare as comparison
 
     with readable():
         found = comparison.of_runs(find_run(first), find_run(second))

@@ -9,8 +9,8 @@ import click
 
 if TYPE_CHECKING:
     from clustertrain.run.run_dir import RunDir
-    from clustertrain.telemetry.analysis.query import Request
-    from clustertrain.telemetry.summary import Summary
+    from clustertrain.telemetry.analysis.summarize import Request
+    from clustertrain.telemetry.report_schema import Summary
 
 
 def check(html: str | None) -> None:
@@ -33,7 +33,7 @@ def write_page(run: RunDir, summary: Summary, html: str) -> None:
 def write_tables(run: RunDir, request: Request, csv: str | None, parquet: str | None) -> None:
     """Raises ConfigError where one cannot be written, UsageError where no GPU fits the request."""
     from clustertrain.cli.progress import Bar
-    from clustertrain.telemetry.analysis.query import chosen_parts
+    from clustertrain.telemetry.analysis.summarize import chosen_parts
     from clustertrain.telemetry.export import table
 
     parts, wanted = chosen_parts(run, request)

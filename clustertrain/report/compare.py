@@ -11,8 +11,8 @@ from rich.text import Text
 from clustertrain.report import notes, status, terminal
 from clustertrain.report.runs.text import said
 from clustertrain.report.terminal import Glyphs
-from clustertrain.telemetry.analysis.comparison import FIGURES, Comparison, Figure, Side
-from clustertrain.telemetry.summary import Note
+from clustertrain.telemetry.analysis.compare import FIGURES, Comparison, Figure, Side
+from clustertrain.telemetry.report_schema import Note
 
 WIDE = 76
 ALIKE = 0.02  # a ratio nearer to 1 than this is not called better or worse

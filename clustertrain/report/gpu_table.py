@@ -10,7 +10,7 @@ from rich.text import Text
 
 from clustertrain.report import terminal
 from clustertrain.report.terminal import Glyphs
-from clustertrain.telemetry.summary import GpuSummary, HostSummary, Stats, Summary
+from clustertrain.telemetry.report_schema import GpuSummary, HostSummary, Stats, Summary
 
 MEDIUM, WIDE = 76, 120  # columns from which the table shows more, and everything
 ALL_UP_TO = 40  # GPUs or hosts

@@ -27,8 +27,8 @@ from clustertrain.run.run_dir import AttemptDir, RunDir, readable
 from clustertrain.run.run_spec import load_spec
 from clustertrain.scheduler.run_status import Look, look
 from clustertrain.telemetry.fields import column
-from clustertrain.telemetry.segments.newest import Newest, NodeNow
-from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.store.latest import Newest, NodeNow
+from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
 LOOK_S, LOOK_SHARE = 15.0, 1 / 200  # how often the scheduler is asked at most, and the share of time that it may take

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report.gpu_table import short_uuid
-from clustertrain.telemetry.summary import Note
+from clustertrain.telemetry.report_schema import Note
 
 SIGNS = {"critical": ("!!", "bold red"), "warning": ("! ", "bold yellow"), "info": ("i ", "bold cyan")}
 _MOST_ALIKE = 3  # notes of one kind that are spelt out; the rest is counted

@@ -9,7 +9,7 @@ from clustertrain.plan.cost.memory import Memory
 from clustertrain.plan.planner import Time
 from clustertrain.run import json_files, measured_speed
 from clustertrain.run.run_dir import RunDir
-from clustertrain.telemetry.analysis import peak
+from clustertrain.telemetry.analysis import peak_memory
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def of_run(run: RunDir) -> Prediction:
     return Prediction(
         step_s=Pair(planned.time.step_s, speed.step_s),
         tokens_per_s_per_gpu=Pair(planned.time.tokens_per_s_per_gpu, a_gpu),
-        peak_gib=Pair(memory.peak_gib, peak.memory_used_gib(alike)) if on_gpu else Pair(),
+        peak_gib=Pair(memory.peak_gib, peak_memory.memory_used_gib(alike)) if on_gpu else Pair(),
         allocated_gib=Pair(in_allocator, measured_speed.peak_allocated_gib(run, alike)) if on_gpu else Pair(),
         steps=speed.steps,
         attempts=tuple(a.n for a in alike),

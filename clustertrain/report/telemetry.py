@@ -10,7 +10,7 @@ from clustertrain.report import gpu_table, notes, status, terminal, timeline
 from clustertrain.report.gpu_table import max_of, mean, mean_of, memory_ratio, use_of
 from clustertrain.report.terminal import Glyphs
 from clustertrain.run.goodput import Goodput
-from clustertrain.telemetry.summary import HostSummary, Summary, TrainingSummary
+from clustertrain.telemetry.report_schema import HostSummary, Summary, TrainingSummary
 
 
 def show(summary: Summary, console: Console, every: bool = False) -> None:

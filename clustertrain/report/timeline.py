@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.report.terminal import Glyphs, sparkline
-from clustertrain.telemetry.summary import AttemptSummary, Mark, Summary
+from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Summary
 
 LABEL = len("utilization") + 1
 _SHOWN = 8  # events that are spelt out below; the rest is counted

@@ -19,15 +19,15 @@ import msgspec
 from clustertrain import clock
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
+from clustertrain.telemetry.observers import Observer, OnEvent, Telling
 from clustertrain.telemetry.readers import allocation
-from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.gpu_reader import Backoff, GpuReader
 from clustertrain.telemetry.readers.host import HostReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml, NvmlError
+from clustertrain.telemetry.readers.nvml_events import GpuEvents
 from clustertrain.telemetry.readers.processes import JobProcesses
-from clustertrain.telemetry.readers.reading import Backoff, GpuReader
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.snapshot import Snapshot
-from clustertrain.telemetry.telling import Observer, OnEvent, Telling
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 NAN = float("nan")
 _BLANK = {pace: [None] * sum(f.pace == pace for f in fields.GPU) for pace in (fields.FAST, fields.SLOW)}

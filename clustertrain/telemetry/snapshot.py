@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.store.writer import GpuFacts
 
 
 class Snapshot(msgspec.Struct, frozen=True):

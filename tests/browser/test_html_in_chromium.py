@@ -14,8 +14,8 @@ import pytest
 from playwright import sync_api
 
 from clustertrain.report import html
-from clustertrain.telemetry.analysis.grid import Table
-from clustertrain.telemetry.summary import Note
+from clustertrain.telemetry.analysis.resample import Table
+from clustertrain.telemetry.report_schema import Note
 from tests import pages
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -15,9 +15,9 @@ import pytest
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Device, Nvml
-from clustertrain.telemetry.readers.reading import GpuReader
+from clustertrain.telemetry.readers.nvml_events import GpuEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

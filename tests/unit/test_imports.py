@@ -109,7 +109,7 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["status", "--json"], "clustertrain.scheduler.run_status"),
         (["list"], "clustertrain.report.status"),
         (["list", "--same-as", "latest"], "clustertrain.run.recipe_hash"),
-        (["telemetry"], "clustertrain.telemetry.analysis.query"),
+        (["telemetry"], "clustertrain.telemetry.analysis.summarize"),
         (["top", "--once"], "clustertrain.report.live"),
         (["top", "--once", "--json"], "clustertrain.report.live"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline.inspect"),

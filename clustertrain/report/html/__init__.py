@@ -8,7 +8,7 @@ from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.report.html import page
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.summary import Summary
+from clustertrain.telemetry.report_schema import Summary
 
 _FIX = "give --html the name of a file in a folder of yours"
 

@@ -9,8 +9,8 @@ import msgspec
 
 from clustertrain.report import terminal, timeline
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.analysis.grid import Table
-from clustertrain.telemetry.summary import Mark, Summary
+from clustertrain.telemetry.analysis.resample import Table
+from clustertrain.telemetry.report_schema import Mark, Summary
 
 _GIB = 1 / (1 << 30)
 _GB = 1e-9

@@ -11,7 +11,7 @@ import msgspec
 from clustertrain.report import notes, status, terminal
 from clustertrain.report.terminal import UNICODE
 from clustertrain.run.goodput import PARTS, Goodput
-from clustertrain.telemetry.summary import GpuSummary, Stats, Summary
+from clustertrain.telemetry.report_schema import GpuSummary, Stats, Summary
 
 
 class Meter(msgspec.Struct, frozen=True):

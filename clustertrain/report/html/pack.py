@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustertrain.telemetry.analysis.grid import Matrix, Table
+from clustertrain.telemetry.analysis.resample import Matrix, Table
 
 _FEW = 40_000  # values up to which a matrix is kept in 16 bits; more in 8, which is 0.4 % of the range
 

@@ -17,7 +17,7 @@ from clustertrain.report.html import charts, facts
 from clustertrain.report.html.pack import Packer
 from clustertrain.submit import templates
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.summary import AttemptSummary, Summary
+from clustertrain.telemetry.report_schema import AttemptSummary, Summary
 
 if TYPE_CHECKING:
     import jinja2

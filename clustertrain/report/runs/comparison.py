@@ -20,7 +20,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.run.state import RUNNING
 from clustertrain.scheduler.run_status import Look, Unreadable, look_all
-from clustertrain.telemetry.analysis.settings import settings_of
+from clustertrain.telemetry.analysis.settings_diff import settings_of
 
 MOST = 26  # one letter each
 POINTS = 2000  # of a curve in the JSON and on the page

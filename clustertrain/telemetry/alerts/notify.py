@@ -20,8 +20,8 @@ import msgspec
 from clustertrain import proc
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.errors import CommandFailed
-from clustertrain.telemetry.alerts import address
-from clustertrain.telemetry.alerts.alert import CLEARED, Alert
+from clustertrain.telemetry.alerts import webhook_url
+from clustertrain.telemetry.alerts.gate import CLEARED, Alert
 
 WAITING = 50  # alerts in the queue; more are dropped and counted
 COMMAND_S, WEBHOOK_S, PAUSE_S, STOP_S = 30.0, 10.0, 1.0, 2.0
@@ -125,7 +125,7 @@ class Notifier:
         if self._quiet.is_set() or self._failing.get(way) == reason:
             return
         self._failing[way] = reason
-        to = {"command": self._spec.command[:1], "webhook": [address.shown(self._spec)]}.get(way, [])
+        to = {"command": self._spec.command[:1], "webhook": [webhook_url.shown(self._spec)]}.get(way, [])
         self._on_event("alert_not_delivered", way=way, to="".join(to), reason=reason)
         print(f"clustertrain agent: an alert was not delivered by {way} {''.join(to)}: {reason}", file=sys.stderr)
 
@@ -134,8 +134,8 @@ class Notifier:
 
     def _webhook(self, body: bytes) -> None:
         try:
-            url = address.of(self._spec)
-        except address.NoAddress as e:
+            url = webhook_url.of(self._spec)
+        except webhook_url.NoAddress as e:
             raise _NotDelivered(str(e)) from None
         try:
             post(url, body)

@@ -15,12 +15,12 @@ from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import xids
 from clustertrain.telemetry.alerts import straggler
-from clustertrain.telemetry.alerts.alert import CRITICAL, WARNING, WELL, Alert, Finding, Gate, Verdict
+from clustertrain.telemetry.alerts.gate import CRITICAL, WARNING, WELL, Alert, Finding, Gate, Verdict
 from clustertrain.telemetry.alerts.straggler import CONFIRM_S, leave_out
 from clustertrain.telemetry.alerts.utilization import Utilization
 from clustertrain.telemetry.alerts.window import BUCKET_S, GpuBucket, GpuWindow, RankWindow, StepTimes, finite
-from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
 COMPARABLE = 3  # so many are needed before one of them can be called slower than the others

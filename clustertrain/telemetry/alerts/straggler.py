@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from clustertrain.telemetry.alerts.alert import WARNING, WELL, Finding, Verdict
+from clustertrain.telemetry.alerts.gate import WARNING, WELL, Finding, Verdict
 
 CONFIRM_S = 60.0
 _MATTERS = 0.02  # of a step: a forward pass that is slower by less costs nobody anything

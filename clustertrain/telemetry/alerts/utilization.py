@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from clustertrain.telemetry import causes
-from clustertrain.telemetry.alerts.alert import WARNING, WELL, Finding, Verdict
+from clustertrain.telemetry.alerts.gate import WARNING, WELL, Finding, Verdict
 from clustertrain.telemetry.alerts.straggler import CONFIRM_S
 from clustertrain.telemetry.alerts.window import RECENT, GpuWindow, RankWindow, finite
 from clustertrain.telemetry.fields import column

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from clustertrain.run import heartbeat
 from clustertrain.telemetry.fields import column
-from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.store.writer import GpuFacts
 
 BUCKET_S = 10.0
 KEPT = 60  # buckets: ten minutes

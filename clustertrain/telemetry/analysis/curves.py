@@ -15,10 +15,10 @@ import numpy as np
 from clustertrain.run import metrics_file
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.grid import Grid, Matrix, Piece, Sums, Table, pieces
-from clustertrain.telemetry.segments import series
-from clustertrain.telemetry.segments.series import Segment
-from clustertrain.telemetry.summary import Summary
+from clustertrain.telemetry.analysis.resample import Grid, Matrix, Piece, Sums, Table, pieces
+from clustertrain.telemetry.report_schema import Summary
+from clustertrain.telemetry.store import reader
+from clustertrain.telemetry.store.reader import Segment
 
 # A curve's name and the fields it is the sum of; of counters it is the rate per second.
 GPU_CURVES: dict[str, tuple[str, ...]] = {
@@ -151,7 +151,7 @@ def _columns(devices: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> lis
 def _segments(run: RunDir, summary: Summary, names: Sequence[str]) -> Iterator[tuple[str, Segment]]:
     for attempt in summary.attempts:
         for node in names:
-            for segment in series.one_at_a_time(series.open_node(run.attempt(attempt.n).telemetry / node)):
+            for segment in reader.one_at_a_time(reader.open_node(run.attempt(attempt.n).telemetry / node)):
                 yield node, segment
 
 

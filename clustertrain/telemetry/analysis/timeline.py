@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.analysis.parts import Part
-from clustertrain.telemetry.segments.histogram import Column
-from clustertrain.telemetry.segments.rollup import LEVELS, Table
-from clustertrain.telemetry.summary import Timeline, Window
+from clustertrain.telemetry.analysis.node_records import Part
+from clustertrain.telemetry.report_schema import Timeline, Window
+from clustertrain.telemetry.store.histogram import Column
+from clustertrain.telemetry.store.rollup import LEVELS, Table
 
 STEPS = 160  # as many as the widest terminal shows
 

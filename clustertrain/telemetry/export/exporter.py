@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain.config.telemetry import ExporterSpec
-from clustertrain.telemetry.export import page, textfile
+from clustertrain.telemetry.export import http_server, textfile
 from clustertrain.telemetry.export.feed import Feed, Labels
 from clustertrain.telemetry.snapshot import Snapshot
 
@@ -36,10 +36,10 @@ class Exporter:
     ) -> None:
         self._feed = Feed(labels, interval_s)
         self._on_event = on_event
-        self._parts: list[page.Page | textfile.TextFile] = []
-        self._started: list[page.Page | textfile.TextFile] = []
+        self._parts: list[http_server.Page | textfile.TextFile] = []
+        self._started: list[http_server.Page | textfile.TextFile] = []
         if spec.port:
-            self._parts.append(page.Page(self._feed, spec.address, spec.port, self._event))
+            self._parts.append(http_server.Page(self._feed, spec.address, spec.port, self._event))
         if spec.textfile:
             path = Path(spec.textfile) / textfile.name_of(labels)
             self._parts.append(textfile.TextFile(self._feed, path, self._event))

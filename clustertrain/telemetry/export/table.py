@@ -24,8 +24,8 @@ from clustertrain.printable import printable, raw
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments.series import Frame, Segment
-from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.store.reader import Frame, Segment
+from clustertrain.telemetry.store.writer import GpuFacts
 
 FIELDS = list(dict.fromkeys(f.name for f in (*fields.GPU, *fields.HOST, *fields.RANK)))
 STDOUT = "-"

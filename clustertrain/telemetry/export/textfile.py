@@ -55,7 +55,7 @@ class TextFile:
 
     def _write(self) -> None:
         # Not at the top: 60 ms and 11 MB, for a run that exports.
-        from clustertrain.telemetry.export.collector import render
+        from clustertrain.telemetry.export.prometheus import render
 
         try:
             # node_exporter runs as a user of its own, whatever the umask of this one's; the figures are of no use after

@@ -212,18 +212,18 @@ def signed_index(box: Sandbox, drawn: tuple[list[Change], tuple[str, ...]]) -> N
 
 def figures_changed(box: Sandbox, drawn: tuple[int, list[Change], tuple[str, ...]]) -> None:
     """Changed values in the segments, packed as a sampler packs them."""
-    from clustertrain.telemetry.segments import blocks, totals
+    from clustertrain.telemetry.store import jsonl_blocks, totals
 
     place, changed, words = drawn
     folder = fresh_run(box, full_run)
     segment = next(folder.glob("attempts/*/telemetry/*/0"))
-    path = segment / ("header.json", totals.NAME, blocks.NAME)[place % 3]
+    path = segment / ("header.json", totals.NAME, jsonl_blocks.NAME)[place % 3]
     data = path.read_bytes() if path.suffix == ".json" else gzip.decompress(path.read_bytes())
     for how in changed:
         data = change(data, how)
-    if path.name == blocks.NAME:
+    if path.name == jsonl_blocks.NAME:
         (segment / totals.NAME).unlink()  # else only the samples after it count
-        data = blocks.packed(data)
+        data = jsonl_blocks.packed(data)
     elif path.name == totals.NAME:
         data = gzip.compress(data)
     path.write_bytes(data)

@@ -13,7 +13,7 @@ from clustertrain.agent.commenting import Commenter, figures_of
 from clustertrain.run import run_dir
 from clustertrain.run.goodput import Goodput
 from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of
-from clustertrain.telemetry.summary import GpuSummary, Note, Stats, Summary, Timeline, Window
+from clustertrain.telemetry.report_schema import GpuSummary, Note, Stats, Summary, Timeline, Window
 
 WAIT_S = 30.0
 

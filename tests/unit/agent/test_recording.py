@@ -12,8 +12,8 @@ from clustertrain.agent.recording import Recording
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
-from clustertrain.telemetry.segments.series import open_node
-from clustertrain.telemetry.segments.store import Writer
+from clustertrain.telemetry.store.reader import open_node
+from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.segments import fill, header
 
 SPEC = "version = 1\n"

@@ -16,7 +16,7 @@ from clustertrain import fsio
 from clustertrain.cli.main import main
 from clustertrain.run import attempts
 from clustertrain.run.run_dir import RunDir
-from clustertrain.telemetry.segments import blocks, totals
+from clustertrain.telemetry.store import jsonl_blocks, totals
 from tests.unit.report.live_runs import begin, new_run, record
 
 Said = Callable[..., tuple[int, str, str]]
@@ -87,11 +87,11 @@ def test_a_column_that_is_not_known_is_left_out(flipped: str, run: RunDir, said:
 
 @pytest.mark.parametrize("d", [[4e18], [-5.0], [3.0, 1.0], []])
 def test_samples_at_times_that_cannot_be(d: list[float], run: RunDir, said: Said) -> None:
-    path = header_of(run).with_name(blocks.NAME)
+    path = header_of(run).with_name(jsonl_blocks.NAME)
     lines = gzip.decompress(path.read_bytes()).splitlines()
     at = next(i for i, line in enumerate(lines) if b'"fast"' in line)
     lines[at] = json.dumps({**json.loads(lines[at]), "d": d}).encode()
-    path.write_bytes(blocks.packed(b"\n".join(lines)))
+    path.write_bytes(jsonl_blocks.packed(b"\n".join(lines)))
     path.with_name(totals.NAME).unlink()
     all_read(said, run)
 

@@ -21,7 +21,7 @@ from clustertrain.submit import transaction
 from clustertrain.submit.request import SubmitRequest
 from clustertrain.submit.sweep import submit_sweep
 from clustertrain.submit.transaction import Submitted, dry_run, submit
-from clustertrain.telemetry.analysis.settings import settings_of
+from clustertrain.telemetry.analysis.settings_diff import settings_of
 from tests.fake_slurm.fixture import FakeSlurm
 
 HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"

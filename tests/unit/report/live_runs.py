@@ -17,7 +17,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.local import LocalJob, folder_of
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 GIB = 1 << 30
 Change = Callable[[str, int, dict[str, float]], None]

@@ -24,8 +24,8 @@ from clustertrain.report.html.pack import Packer
 from clustertrain.report.status import PART_WORDS
 from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.telemetry.analysis.curves import Curves
-from clustertrain.telemetry.analysis.grid import Table
-from clustertrain.telemetry.summary import AttemptSummary, Mark, Note, Summary, Waste, Window
+from clustertrain.telemetry.analysis.resample import Table
+from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Note, Summary, Waste, Window
 from tests import pages
 
 EVIL = '</script></title></style>--><img src=x onerror="alert(1)"><script>alert(2)</script>\u2028{{ 7*7 }}'

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from clustertrain.report import telemetry, terminal
-from clustertrain.telemetry.summary import (
+from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain.report import telemetry, terminal
-from clustertrain.telemetry.analysis.query import summarize
-from clustertrain.telemetry.summary import Summary
+from clustertrain.telemetry.analysis.summarize import summarize
+from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import T0, Reason, busy, event, gpu, new_attempt, new_run, record
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from clustertrain.report import terminal, timeline
-from clustertrain.telemetry.summary import AttemptSummary, Mark, Summary, Timeline, Window
+from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Summary, Timeline, Window
 from tests.unit.telemetry.summaries import T0, healthy, replace, with_gpus
 
 

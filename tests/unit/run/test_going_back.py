@@ -12,7 +12,7 @@ import pytest
 from clustertrain.run import attempts, goodput, metrics
 from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.run.measured_speed import speed
-from clustertrain.telemetry.analysis.training import _counted
+from clustertrain.telemetry.analysis.efficiency import _counted
 from tests.unit.run.histories import History, Told
 
 

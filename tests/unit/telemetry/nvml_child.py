@@ -19,9 +19,9 @@ import msgspec
 from clustertrain import clock
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.readers.allocation import find
-from clustertrain.telemetry.readers.gpu_events import GpuEvents
+from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import Nvml, NvmlError
-from clustertrain.telemetry.readers.reading import GpuReader
+from clustertrain.telemetry.readers.nvml_events import GpuEvents
 
 
 class Child:

@@ -12,7 +12,7 @@ import numpy as np
 from clustertrain import fsio
 from clustertrain.run.run_dir import AttemptDir, RunDir
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 GIB = 1 << 30
 T0 = 1_790_000_000.0

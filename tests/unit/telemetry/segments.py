@@ -9,7 +9,7 @@ import numpy as np
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 T0 = 1_790_000_000.0
 TRAIN, CHECKPOINT = 3.0, 4.0

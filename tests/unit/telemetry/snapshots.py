@@ -9,8 +9,8 @@ import msgspec
 from clustertrain import clock
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export.feed import Labels
-from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts
 
 LABELS = Labels("demo-abcdef", "4711", 2, "node1")
 GIB = 1 << 30

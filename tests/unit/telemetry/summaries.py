@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from clustertrain.run.goodput import Goodput
-from clustertrain.telemetry import notes
-from clustertrain.telemetry.summary import (
+from clustertrain.telemetry import insights
+from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
@@ -219,7 +219,7 @@ def slow(summary: Summary, node: str, number: int, by: float = 0.12) -> Summary:
 
 
 def noted(summary: Summary, log: list[dict[str, Any]] | None = None) -> list[Note]:
-    return notes.of(summary, log or [])
+    return insights.of(summary, log or [])
 
 
 def codes(summary: Summary, *, info: bool = False) -> list[str]:

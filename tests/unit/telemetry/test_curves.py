@@ -11,8 +11,7 @@ import pytest
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.analysis.curves import Curves, curves
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
-from clustertrain.telemetry.summary import (
+from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     GpuSummary,
     HostSummary,
@@ -22,6 +21,7 @@ from clustertrain.telemetry.summary import (
     Timeline,
     Window,
 )
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 T0 = 1_790_000_000.0
 

@@ -21,8 +21,8 @@ from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.export import table
 from clustertrain.telemetry.export.table import FIELDS, Choice, Part, write_csv, write_parquet
-from clustertrain.telemetry.segments.series import open_node
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
+from clustertrain.telemetry.store.reader import open_node
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 T0 = 1_700_000_000.0
 FAST = ["gpu0.utilization", "gpu0.energy_j", "gpu1.utilization", "gpu1.energy_j", "rank4.step", "rank4.phase"]
@@ -205,7 +205,7 @@ _TO_STDOUT = """
 import sys
 from pathlib import Path
 from clustertrain.telemetry.export.table import Part, write_csv
-from clustertrain.telemetry.segments.series import open_node
+from clustertrain.telemetry.store.reader import open_node
 write_csv([Part(1, s) for s in open_node(Path(sys.argv[1]))] * int(sys.argv[2]), "-")
 """
 

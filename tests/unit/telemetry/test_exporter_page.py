@@ -21,7 +21,7 @@ from clustertrain.config.telemetry import ExporterSpec
 from clustertrain.telemetry.export import textfile
 from clustertrain.telemetry.export.exporter import Exporter
 from clustertrain.telemetry.export.feed import Feed, Labels
-from clustertrain.telemetry.export.page import CLIENTS, PORTS
+from clustertrain.telemetry.export.http_server import CLIENTS, PORTS
 from tests.unit.telemetry.snapshots import LABELS, full, snapshot
 
 WAIT_S = 30.0
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken_moves_it_to_the_next(export: Callable[..., Watched
 def test_where_all_ports_are_taken_the_run_goes_on(
     export: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clustertrain.telemetry.export.page.PORTS", 1)
+    monkeypatch.setattr("clustertrain.telemetry.export.http_server.PORTS", 1)
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
         watched = export(port=first)

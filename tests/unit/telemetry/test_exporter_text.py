@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from clustertrain import clock
 from clustertrain.run.heartbeat import PHASES
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.export.collector import OWN, registry_of, render
 from clustertrain.telemetry.export.feed import STALE_S, Feed
-from clustertrain.telemetry.export.names import METRICS
-from clustertrain.telemetry.segments.store import GpuFacts
+from clustertrain.telemetry.export.metric_names import METRICS
+from clustertrain.telemetry.export.prometheus import OWN, registry_of, render
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts
 from tests.unit.telemetry.snapshots import GIB, LABELS, full, mig_slice, snapshot
 
 Series = tuple[str, frozenset[tuple[str, str]]]

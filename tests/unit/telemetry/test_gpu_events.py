@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clustertrain.telemetry import xids
-from clustertrain.telemetry.readers.gpu_events import GpuEvent, Kind, Storm
+from clustertrain.telemetry.readers.nvml_events import GpuEvent, Kind, Storm
 from tests.nvml_stub.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 

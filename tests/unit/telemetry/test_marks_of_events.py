@@ -6,8 +6,8 @@ from typing import Any
 
 from clustertrain.report import timeline
 from clustertrain.report.html import charts
-from clustertrain.telemetry import marks
-from clustertrain.telemetry.summary import AttemptSummary, Mark, Window
+from clustertrain.telemetry import timeline_events
+from clustertrain.telemetry.report_schema import AttemptSummary, Mark, Window
 
 
 def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def event(name: str, t: float = 100.0, **fields: Any) -> dict[str, Any]:
 
 
 def only(log: list[dict[str, Any]]) -> Mark:
-    (mark,) = marks.of_events(log)
+    (mark,) = timeline_events.of_events(log)
     return mark
 
 
@@ -41,7 +41,7 @@ def test_what_lasts_begins_when_it_began() -> None:
 
 def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
     """But for a kind that a later version writes."""
-    kinds = {"xid", "ecc", *marks._WORDS} - {"gpu_event"}
+    kinds = {"xid", "ecc", *timeline_events._WORDS} - {"gpu_event"}
     laned = {kind for _, of in charts._LANES.values() for kind in of}
     assert kinds <= laned
     assert kinds <= timeline._KINDS.keys()
@@ -53,7 +53,7 @@ def test_every_kind_of_mark_has_a_lane_and_a_sign_of_its_own() -> None:
 def test_what_nobody_looks_for_is_left_out_and_the_rest_is_in_order() -> None:
     log = [event("ended", t=9.0, ending="completed", reason="all ranks completed"), event("agent_started", t=2.0)]
     log.append(event("started", t=1.0, nodes=["n1", "n2"]))
-    assert [m.text for m in marks.of_events(log)] == ["started on 2 nodes", "completed: all ranks completed"]
+    assert [m.text for m in timeline_events.of_events(log)] == ["started on 2 nodes", "completed: all ranks completed"]
 
 
 def test_what_is_told_twice_stands_once() -> None:
@@ -65,7 +65,7 @@ def test_what_is_told_twice_stands_once() -> None:
         event("signal", t=7.0, source="signal:SIGTERM"),
         event("signal", t=7.4, source="batch"),
     ]
-    found = marks.of_events(log)
+    found = timeline_events.of_events(log)
     assert [m.kind for m in found] == ["xid", "alert", "signal"]
     assert found[0].text == "XID 79 on GPU 1 of node02: GPU fell off the bus"
     assert found[2].text == "asked to stop (signal:SIGTERM)"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from clustertrain.telemetry.notes.job import outliers
-from clustertrain.telemetry.summary import Stats, Summary, Throttled
+from clustertrain.telemetry.insights.context import outliers
+from clustertrain.telemetry.report_schema import Stats, Summary, Throttled
 from tests.unit.telemetry.summaries import (
     broken,
     codes,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.telemetry.summary import (
+from clustertrain.telemetry.report_schema import (
     AttemptSummary,
     Errors,
     ProcessSummary,

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from clustertrain.telemetry.summary import AttemptSummary, GpuSummary, InPhase, Stats, Summary, TrainingSummary, Window
+from clustertrain.telemetry.report_schema import (
+    AttemptSummary,
+    GpuSummary,
+    InPhase,
+    Stats,
+    Summary,
+    TrainingSummary,
+    Window,
+)
 from tests.unit.telemetry.summaries import (
     T0,
     codes,

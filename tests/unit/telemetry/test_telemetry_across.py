@@ -15,13 +15,13 @@ from clustertrain import clock
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.alerts import watch
-from clustertrain.telemetry.alerts.across import Across
-from clustertrain.telemetry.alerts.alert import Alert
-from clustertrain.telemetry.alerts.watch import Watch
+from clustertrain.telemetry.alerts import monitor
+from clustertrain.telemetry.alerts.cross_node import Across
+from clustertrain.telemetry.alerts.gate import Alert
+from clustertrain.telemetry.alerts.monitor import Watch
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments.store import GpuFacts, Header, Writer
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts, Header, Writer
 
 T0 = 1_790_000_000.0
 Change = Callable[[str, dict[str, float]], None]
@@ -142,7 +142,7 @@ def test_a_rule_that_fails_is_told_once_and_harms_nobody(events: Events) -> None
 def test_the_first_node_reads_the_others_from_the_run_directory(
     events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(monitor, "LOOK_S", 0.01)
     for n in range(3):
         writer = Writer(tmp_path / f"n{n}")
         one = snapshots(1, 3, 1)[n]

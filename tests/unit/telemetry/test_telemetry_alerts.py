@@ -11,10 +11,10 @@ import pytest
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run import heartbeat
 from clustertrain.telemetry import fields
-from clustertrain.telemetry.alerts.alert import MOST_AN_HOUR, Alert
+from clustertrain.telemetry.alerts.gate import MOST_AN_HOUR, Alert
 from clustertrain.telemetry.alerts.rules import Alerts
-from clustertrain.telemetry.segments.store import GpuFacts
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts
 
 GIB = 1 << 30
 T0 = 1_790_000_000.0

@@ -100,7 +100,7 @@ def test_another_users_run_that_may_not_be_read(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "runs/gpt-abc234/attempts"))
 
-    monkeypatch.setattr("clustertrain.telemetry.analysis.query.summarize", refuse)
+    monkeypatch.setattr("clustertrain.telemetry.analysis.summarize.summarize", refuse)
     done = CliRunner().invoke(telemetry, ["gpt-abc"])
     assert isinstance(done.exception, ClusterTrainError)
     assert "attempts may not be read by you: it belongs to" in str(done.exception)

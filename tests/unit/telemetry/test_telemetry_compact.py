@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments import archive, blocks, compact, rollup, totals
-from clustertrain.telemetry.segments.series import Segment, open_node
-from clustertrain.telemetry.segments.store import Writer
+from clustertrain.telemetry.store import compact, jsonl_blocks, parquet, rollup, totals
+from clustertrain.telemetry.store.reader import Segment, open_node
+from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.segments import T0, fill, header, record, working
 
 
@@ -147,14 +147,14 @@ def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
     patch.setattr(compact.fsio, "fsync_folder", limited(compact.fsio.fsync_folder))
     patch.setattr(Path, "replace", limited(Path.replace))
     patch.setattr(Path, "unlink", limited(Path.unlink))
-    patch.setattr(archive.ParquetWriter, "add", limited(archive.ParquetWriter.add))
-    patch.setattr(archive.ParquetWriter, "drop", lambda self: None)  # a kill cleans up nothing
+    patch.setattr(parquet.ParquetWriter, "add", limited(parquet.ParquetWriter.add))
+    patch.setattr(parquet.ParquetWriter, "drop", lambda self: None)  # a kill cleans up nothing
 
 
 def test_what_is_read_back_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = record(tmp_path, 100)
     before = everything(tmp_path)
-    real = archive._group
+    real = parquet._group
 
     def flipped(file: object, i: int, columns: list[str]) -> tuple[object, object]:
         d, rows = real(file, i, columns)
@@ -162,20 +162,20 @@ def test_what_is_read_back_is_compared(tmp_path: Path, monkeypatch: pytest.Monke
         return d, rows
 
     with monkeypatch.context() as patch:
-        patch.setattr(archive, "_group", flipped)
+        patch.setattr(parquet, "_group", flipped)
         with pytest.raises(ValueError, match="read back"):
             compact.compact(folder)
     assert everything(tmp_path) == before
-    assert (folder / blocks.NAME).exists()
+    assert (folder / jsonl_blocks.NAME).exists()
     assert compact.compact(folder) == "compacted"
 
 
 def test_a_segment_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
     folder = record(tmp_path, 100, end=False)
     assert compact.compact(folder) == "still written"
-    assert (folder / blocks.NAME).exists()
-    hours_ago = (folder / blocks.NAME).stat().st_mtime - 7200
-    os.utime(folder / blocks.NAME, (hours_ago, hours_ago))
+    assert (folder / jsonl_blocks.NAME).exists()
+    hours_ago = (folder / jsonl_blocks.NAME).stat().st_mtime - 7200
+    os.utime(folder / jsonl_blocks.NAME, (hours_ago, hours_ago))
     assert compact.compact(folder) == "compacted"
 
 
@@ -219,7 +219,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     record(tmp_path / "n2", 20, end=False)
     bad = record(tmp_path / "n3", 20)
     (bad / "header.json").write_text("{")
-    argv = [sys.executable, "-m", "clustertrain.telemetry.segments.compact", "--ended", str(tmp_path)]
+    argv = [sys.executable, "-m", "clustertrain.telemetry.store.compact", "--ended", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stdout.count(": compacted") == 2

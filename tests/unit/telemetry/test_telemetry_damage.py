@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run.run_dir import AttemptDir, RunDir
-from clustertrain.telemetry.analysis.query import Request, summarize
-from clustertrain.telemetry.segments import blocks, totals
-from clustertrain.telemetry.segments.store import Writer
-from clustertrain.telemetry.summary import Note, Summary
+from clustertrain.telemetry.analysis.summarize import Request, summarize
+from clustertrain.telemetry.report_schema import Note, Summary
+from clustertrain.telemetry.store import jsonl_blocks, totals
+from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.runs import T0, busy, event, gpu, new_attempt, new_run, record
 
 
@@ -73,7 +73,7 @@ def recorded(run: RunDir) -> Path:
 
 
 def test_samples_that_were_cut_are_told(run: RunDir) -> None:
-    samples = recorded(run) / blocks.NAME
+    samples = recorded(run) / jsonl_blocks.NAME
     samples.write_bytes(samples.read_bytes()[:-200])
     found = summarize(run)
     assert found.gpus[0].utilization is not None
@@ -89,7 +89,7 @@ def test_totals_that_are_damaged_are_made_from_the_samples(run: RunDir) -> None:
 
 def test_a_segment_that_is_all_garbage_is_told(run: RunDir) -> None:
     folder = recorded(run)
-    for name in (totals.NAME, blocks.NAME):
+    for name in (totals.NAME, jsonl_blocks.NAME):
         (folder / name).write_bytes(b"garbage" * 100)
     found = summarize(run)
     assert found.gpus[0].samples == 0
@@ -119,5 +119,5 @@ def test_the_last_part_of_a_whole_record_is_whole(run: RunDir, since_s: float) -
 
 
 def test_a_file_with_one_member_is_read_by_any_gzip(run: RunDir) -> None:
-    samples = recorded(run) / blocks.NAME
+    samples = recorded(run) / jsonl_blocks.NAME
     assert b'"samples"' in gzip.decompress(samples.read_bytes())

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from clustertrain.telemetry.segments.histogram import BINS, Histogram, bins_of
-from clustertrain.telemetry.segments.totals import Total
+from clustertrain.telemetry.store.histogram import BINS, Histogram, bins_of
+from clustertrain.telemetry.store.totals import Total
 
 
 def of(values: list[float]) -> Histogram:

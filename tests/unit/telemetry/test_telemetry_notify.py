@@ -16,7 +16,7 @@ import pytest
 from clustertrain import clock
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.telemetry.alerts import notify
-from clustertrain.telemetry.alerts.alert import Alert
+from clustertrain.telemetry.alerts.gate import Alert
 from clustertrain.telemetry.alerts.notify import Notifier
 
 SECRET = "T000/B000/very-secret"

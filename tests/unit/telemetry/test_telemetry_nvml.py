@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clustertrain.telemetry.readers.gpm import METRICS
-from clustertrain.telemetry.readers.gpu_calls import throttling
+from clustertrain.telemetry.readers.nvml_gpm import METRICS
+from clustertrain.telemetry.readers.nvml_queries import throttling
 from tests.nvml_stub.build import Stub
 from tests.unit.telemetry.nvml_asking import steps
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.telemetry.analysis.peak import memory_used_gib
+from clustertrain.telemetry.analysis.peak_memory import memory_used_gib
 from tests.unit.telemetry.runs import busy, gpu, new_attempt, new_run, record
 
 

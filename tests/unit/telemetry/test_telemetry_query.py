@@ -11,8 +11,8 @@ from clustertrain.errors import NotFound, UsageError
 from clustertrain.run.goodput import Goodput
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis.curves import curves
-from clustertrain.telemetry.analysis.query import ALL, Request, summarize
-from clustertrain.telemetry.summary import Summary
+from clustertrain.telemetry.analysis.summarize import ALL, Request, summarize
+from clustertrain.telemetry.report_schema import Summary
 from tests.unit.telemetry.runs import GIB, T0, Reason, Row, busy, event, gpu, new_attempt, new_run, record
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from clustertrain.telemetry import fields
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.readers.gpu_calls import Call
+from clustertrain.telemetry.readers.gpu_reader import GpuReader
 from clustertrain.telemetry.readers.nvml import FIELDS, Device, Nvml, NvmlError
-from clustertrain.telemetry.readers.reading import GpuReader
+from clustertrain.telemetry.readers.nvml_queries import Call
 
 POWER = FIELDS.index("power_w")
 

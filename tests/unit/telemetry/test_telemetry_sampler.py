@@ -17,9 +17,9 @@ from clustertrain import clock
 from clustertrain.run import heartbeat
 from clustertrain.telemetry.fields import FAST, SLOW
 from clustertrain.telemetry.sampler import Sampler
-from clustertrain.telemetry.segments import blocks
-from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
 from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import jsonl_blocks
+from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
 from tests.nvml_stub.build import Stub
 
 CHILD = Path(__file__).with_name("sampler_child.py")
@@ -141,8 +141,8 @@ def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: S
     with sampling(tmp_path / "t", nvml_stub.environ()) as child:
         child.until(lambda s: s.n >= 20)
         child.stop()
-    records = blocks.read(tmp_path / "t" / "0")
-    reasons = [r for r in records if isinstance(r, blocks.Reason) and r.column.endswith(".power_w")]
+    records = jsonl_blocks.read(tmp_path / "t" / "0")
+    reasons = [r for r in records if isinstance(r, jsonl_blocks.Reason) and r.column.endswith(".power_w")]
     assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from clustertrain.telemetry.fields import FAST, SLOW
-from clustertrain.telemetry.segments import blocks, rollup, store, totals
-from clustertrain.telemetry.segments.series import Segment, open_node, overlapping
-from clustertrain.telemetry.segments.store import Header, Writer
+from clustertrain.telemetry.store import jsonl_blocks, rollup, totals
+from clustertrain.telemetry.store import writer as store
+from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
+from clustertrain.telemetry.store.writer import Header, Writer
 from tests.unit.telemetry.segments import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
 
 
@@ -53,7 +54,7 @@ def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
 
 def test_zcat_and_json_read_the_samples(tmp_path: Path) -> None:
     folder = record(tmp_path, 25)
-    lines = gzip.decompress((folder / blocks.NAME).read_bytes()).splitlines()
+    lines = gzip.decompress((folder / jsonl_blocks.NAME).read_bytes()).splitlines()
     assert {json.loads(line)["kind"] for line in lines} == {"samples", "end"}
 
 
@@ -66,7 +67,7 @@ def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
     writer.fast(1000, row(of.fast, working(1000)))  # lost in a kill: never flushed
     segment = only(tmp_path)
     assert (segment.n, segment.end) == (1000, None)
-    monkeypatch.setattr(blocks, "read", None)  # the whole file
+    monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
     assert only(tmp_path).newest()["gpu0.energy_j"] == 1e6 + 400.0 * 999
     assert len(only(tmp_path).samples(FAST, since=T0 + 990)) == 10
     writer.close()
@@ -226,7 +227,7 @@ def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 _CHILD = """
 import sys
 from pathlib import Path
-from clustertrain.telemetry.segments.store import Writer
+from clustertrain.telemetry.store.writer import Writer
 from tests.unit.telemetry.segments import fill, header
 writer = Writer(Path(sys.argv[1]))
 writer.begin(header())
@@ -258,16 +259,16 @@ def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
 def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
     folder = record(tmp_path / "n1", 30, end=False)
     (folder / totals.NAME).unlink()
-    data = (folder / blocks.NAME).read_bytes()
-    starts = [i for i in range(len(data)) if data.startswith(blocks._MAGIC, i)] + [len(data)]
+    data = (folder / jsonl_blocks.NAME).read_bytes()
+    starts = [i for i in range(len(data)) if data.startswith(jsonl_blocks._MAGIC, i)] + [len(data)]
     assert len(starts) == 4
     for size in range(len(data) + 1):
-        (folder / blocks.NAME).write_bytes(data[:size])
+        (folder / jsonl_blocks.NAME).write_bytes(data[:size])
         whole = 10 * max(0, sum(start <= size for start in starts) - 1)
         segment = only(tmp_path / "n1")
         assert (segment.n, segment.trouble) == (whole, None), size
     for size in starts:
-        (folder / blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
+        (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
         assert only(tmp_path / "n1").n == 30  # damage in between costs nothing else
 
 
@@ -293,7 +294,7 @@ def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
         record(tmp_path, 20, of=header(t=T0 + 100 * k))
     (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
     (tmp_path / "1" / store.HEADER).unlink()
-    (tmp_path / "2" / blocks.NAME).write_bytes(b"")
+    (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
     (tmp_path / "stray").write_text("of somebody else")
     damaged, headless, empty, good = open_node(tmp_path)
     assert "damaged" in (damaged.trouble or "")
@@ -342,7 +343,7 @@ def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> N
 
 
 def test_a_file_that_no_sampler_writes_is_not_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / blocks.NAME
-    path.write_bytes(blocks._MAGIC + bytes(100))
+    path = tmp_path / jsonl_blocks.NAME
+    path.write_bytes(jsonl_blocks._MAGIC + bytes(100))
     os.truncate(path, 50 << 30)  # sparse: reading all of it would take minutes
-    assert list(blocks.read(tmp_path)) == []
+    assert list(jsonl_blocks.read(tmp_path)) == []

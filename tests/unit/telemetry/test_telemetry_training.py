@@ -9,8 +9,8 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.run import attempts
-from clustertrain.telemetry.analysis.training import Energy, training_of
-from clustertrain.telemetry.summary import GpuSummary, Timeline, TrainingSummary
+from clustertrain.telemetry.analysis.efficiency import Energy, training_of
+from clustertrain.telemetry.report_schema import GpuSummary, Timeline, TrainingSummary
 from tests.unit.run.histories import History
 
 TOKENS = 1000

@@ -10,8 +10,8 @@ import pytest
 
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.run.events import EventLog
-from clustertrain.telemetry.alerts.training import LOOK_S, Training
-from clustertrain.telemetry.alerts.watch import Watch
+from clustertrain.telemetry.alerts.monitor import Watch
+from clustertrain.telemetry.alerts.training_events import LOOK_S, Training
 from clustertrain.telemetry.snapshot import Snapshot
 
 T0 = 1_790_000_000.0

@@ -1,0 +1,125 @@
+"""All that watches a running job from one node: the rules, the comparison with other nodes, and where alerts go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from clustertrain import clock
+from clustertrain.config.telemetry import AlertsSpec
+from clustertrain.telemetry.alerts.cross_node import Across
+from clustertrain.telemetry.alerts.gate import Alert
+from clustertrain.telemetry.alerts.notify import STOP_S, Notifier
+from clustertrain.telemetry.alerts.rules import Alerts
+from clustertrain.telemetry.alerts.training_events import Training
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.latest import Newest
+
+LOOK_S = 60.0  # and more rarely where there are so many nodes that it would cost more than
+MOST_SHARE = 0.001  # of a core
+
+
+class Watch:
+    """An observer of the sampler.
+
+    Args:
+        on_event: as of :class:`.Notifier`; called from several threads.
+        telemetry: ``attempt.telemetry`` on the first node of a run on several; None elsewhere.
+        events: rank 0's, on its node; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        spec: AlertsSpec,
+        node: str,
+        on_event: Callable[..., Any],
+        *,
+        run: str,
+        job_id: str | None = None,
+        telemetry: Path | None = None,
+        events: Path | None = None,
+    ) -> None:
+        self._notifier = Notifier(spec, on_event, run=run, job_id=job_id)
+        self._alerts = Alerts(spec, node)
+        self._across = Across(spec, node)
+        self._newest = Newest(telemetry) if telemetry is not None else None
+        self._training = Training(events) if events is not None and spec.training else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look_around, name="alerts-across", daemon=True)
+        self._failed = False
+        self._on_event = on_event
+
+    def start(self) -> None:
+        if self._newest is not None:
+            try:
+                self._thread.start()
+            except RuntimeError as e:  # the limit on processes is reached
+                self._on_event("telemetry_failed", reason=f"nodes are not compared: no thread could be started: {e}")
+
+    def observe(self, snapshot: Snapshot) -> None:
+        """From the sampler's thread, after each tick. Never raises: a rule that fails is told once, and the others
+        with it are asked again at the next tick."""
+        try:
+            alerts = self._alerts.observe(snapshot)
+            for finding in self._training.read(snapshot.mono) if self._training is not None else ():
+                alert = self._alerts.happened(finding, snapshot.t, snapshot.mono)
+                alerts += [] if alert is None else [alert]
+        except Exception as e:  # the sampler's thread must go on
+            self._tell_failure(e)
+            return
+        if alerts:
+            self._send(alerts)
+
+    def listening(self, uuids: Sequence[str]) -> None:
+        """The driver tells errors of these devices; nothing hangs on it here."""
+
+    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+        """From the sampler's thread: ``xid``, ``ecc_uncorrected``, ``gpu_lost``, ``gpu_back``. That it happened
+        ``count`` times is one alert."""
+        self._send(self._alerts.event(kind, uuid, clock.now(), clock.monotonic(), xid=xid))
+
+    def quiet(self) -> None:
+        """The ranks are told to stop: nothing is sent or compared any more, events and log go on."""
+        self._stop.set()
+        self._notifier.quiet()
+
+    def stop(self, timeout_s: float = STOP_S) -> bool:
+        """False where a thread did not end in time; they hold nothing and end with the process."""
+        self._stop.set()
+        ended = self._notifier.stop(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return ended and not self._thread.is_alive()
+
+    def _send(self, alerts: list[Alert]) -> None:
+        try:
+            self._notifier.send(alerts)
+        except Exception as e:  # a log that is closed, say
+            self._tell_failure(e)
+
+    def _tell_failure(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            self._on_event("telemetry_failed", reason=f"an alert's rule failed: {type(error).__name__}: {error}")
+
+    def _look_around(self) -> None:
+        pause_s = LOOK_S
+        while not self._stop.wait(pause_s):
+            began = time.thread_time()
+            try:
+                self._look()
+            except Exception as e:  # the thread's edge
+                self._tell_failure(e)
+            pause_s = max(LOOK_S, (time.thread_time() - began) / MOST_SHARE)
+
+    def _look(self) -> None:
+        if self._newest is None:
+            return
+        nodes = [now.snapshot for now in self._newest.read() if now.snapshot is not None]
+        alerts = self._across.observe(nodes, clock.now(), clock.monotonic())
+        self._alerts.elsewhere = self._across.steps
+        if alerts and not self._stop.is_set():
+            self._send(alerts)

@@ -1,0 +1,1 @@
+"""The files of a node's samples: written by the sampler, read by reports."""

@@ -1,0 +1,384 @@
+"""A node's telemetry of an attempt: ``telemetry/<node>/<k>/``, a segment for each time that a sampler began.
+
+A segment is a folder that one process claims by mkdir, so that two agents on a node by mistake never share a file:
+
+- ``header.json``: what was allocated, and which columns follow (:class:`Header`).
+- ``samples.jsonl.gz``: the samples, append-only (:mod:`.blocks`).
+- ``rollup-60.bin``, ``rollup-900.bin``: the same in buckets (:mod:`.rollup`).
+- ``totals.json.gz``: what each column adds up to (:mod:`.totals`).
+
+``d`` is seconds since the header by the monotonic clock, so a clock that steps does not matter. All may be read while
+they grow, without locks. After the attempt, :mod:`.compact` puts Parquet in the place of the samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from clustertrain import fsio, reading, schema
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.fields import FAST, SLOW, Pace
+from clustertrain.telemetry.store import jsonl_blocks, limits, rollup, totals
+from clustertrain.telemetry.store.histogram import Column
+from clustertrain.telemetry.store.rollup import LEVELS, Buckets
+
+FORMAT = 1
+HEADER = "header.json"
+Row: TypeAlias = "Column | array[float]"  # of double precision
+_MOST_ROWS = 3600  # held back while the disk refuses them
+_MOST_REASONS = 10_000
+_MOST_BUCKETS = 1440
+_MOST_SEGMENTS = 10_000
+_BOUNDS = (
+    ("t", 0.0, 253_402_300_000.0),  # until the year 10000, where Python's calendar ends
+    ("mono", 0.0, 1e12),
+    ("interval_s", 1e-3, 86_400.0),
+    ("slow_s", 1e-3, 86_400.0),
+)
+
+
+class GpuFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An allocated GPU as it was at the start; ``reason`` where it could not be opened."""
+
+    uuid: str
+    index: int | None = None
+    minor: int | None = None
+    name: str | None = None
+    memory_total_bytes: int | None = None
+    memory_includes_reserved: bool = False
+    parent: str | None = None
+    power_limit_w: float | None = None
+    reason: str | None = None
+    ranks: list[int] = []
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """``t`` UTC epoch s and ``mono`` monotonic s of d = 0; ``interval_s`` and ``slow_s`` between the samples of the two
+    paces. ``gpus[i]`` is the device ``gpu<i>``, ``ranks`` the global ranks of the node. ``nvml`` says why there are no
+    GPU figures, else None. ``fast`` and ``slow``: the columns (:mod:`.fields`), in the order of the samples."""
+
+    node: str
+    t: float
+    mono: float
+    interval_s: float
+    slow_s: float = 10.0
+    gpus: list[GpuFacts] = []
+    ranks: list[int] = []
+    nvml: str | None = None
+    driver: str | None = None
+    allocation: str | None = None
+    cpu_count: int | None = None
+    cpu_allocated: int | None = None
+    memory_total_bytes: int | None = None
+    memory_allocated_bytes: int | None = None
+    fast: list[str] = []
+    slow: list[str] = []
+    format: int = FORMAT
+
+    def columns(self, pace: Pace) -> list[str]:
+        return self.fast if pace == FAST else self.slow
+
+    def paces(self) -> dict[Pace, list[str]]:
+        return {FAST: self.fast, SLOW: self.slow}
+
+
+class Writer:
+    """Collects what a sampler reads and appends it in batches; a kill loses what was added since the last flush.
+
+    :meth:`fast`, :meth:`slow` and :meth:`null` touch no file and never fail. One thread uses it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """``folder``: the node's, ``telemetry/<node>``; it need not exist."""
+        self._folder = folder
+        self._open: _Open | None = None
+
+    @property
+    def segment(self) -> Path | None:
+        """The folder of the segment, once it was claimed by the first flush."""
+        return None if self._open is None else self._open.folder
+
+    def begin(self, header: Header) -> None:
+        """Begin a segment; one that is open is ended first."""
+        if self._open is not None:
+            with contextlib.suppress(OSError):  # a disk that refuses it now costs what it has not taken so far
+                self._open.end(self._open.newest_d, None)
+                self._open.flush(sync=True)
+            self._open.close()
+        self._open = _Open(self._folder, header)
+
+    def fast(self, d: float, row: Row) -> None:
+        """A sample at ``d`` s after the header, in the order of ``header.fast``; NaN where missing."""
+        self._there().add(FAST, d, row)
+
+    def slow(self, d: float, row: Row) -> None:
+        """As :meth:`fast`, of ``header.slow``."""
+        self._there().add(SLOW, d, row)
+
+    def null(self, d: float, column: str, reason: str | None) -> None:
+        """From ``d`` on the column is missing for ``reason``; None: it is back."""
+        self._there().null(d, column, reason)
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Append what waits; with ``sync`` durably.
+
+        Raises:
+            OSError: the disk refused it. It is kept, an hour of samples at most, and written with the next flush.
+        """
+        if self._open is not None:
+            self._open.flush(sync=sync)
+
+    def end(self, d: float, reason: str | None = None) -> None:
+        """The sampler stops at ``d``, for ``reason`` where it was not told to; the next flush writes the last sums."""
+        if self._open is not None:
+            self._open.end(d, reason)
+
+    def close(self) -> None:
+        """Flush durably and close.
+
+        Raises:
+            OSError: the disk refused it.
+        """
+        try:
+            self.flush(sync=True)
+        finally:
+            if self._open is not None:
+                self._open.close()
+            self._open = None
+
+    def _there(self) -> _Open:
+        if self._open is None:
+            raise RuntimeError("begin() comes before the first sample")
+        return self._open
+
+
+class _Pending:
+    """Rows of one pace: those that wait for the next flush, and those of the bucket that is open."""
+
+    def __init__(self, pace: Pace, columns: list[str]) -> None:
+        self.pace, self.columns = pace, columns
+        self.scale = np.array([fields.scale(c) for c in columns])
+        self.d: list[float] = []
+        self.rows: list[bytes] = []
+        self.bucket_d: list[float] = []
+        self.bucket: list[bytes] = []
+
+    def add(self, d: float, row: Row) -> None:
+        kept = row.tobytes()  # no more than that at each tick: a thread that wakes once a second finds all caches cold
+        self.d.append(d)
+        self.rows.append(kept)
+        self.bucket_d.append(d)
+        self.bucket.append(kept)
+        if len(self.d) > _MOST_ROWS:  # a disk that stays full must not eat the node's memory
+            del self.d[0], self.rows[0]
+
+    def waiting(self) -> jsonl_blocks.Block:
+        return jsonl_blocks.block(self.pace, self.d, self._rounded(self.rows))
+
+    def take_bucket(self) -> tuple[Column, rollup.Table]:
+        d, rows = np.array(self.bucket_d), self._rounded(self.bucket)
+        self.bucket_d, self.bucket = [], []
+        return d, rows
+
+    def _rounded(self, rows: list[bytes]) -> rollup.Table:
+        values = np.frombuffer(b"".join(rows), dtype=np.float64).reshape(len(rows), len(self.columns))
+        table: rollup.Table = np.rint(values * self.scale) / self.scale
+        table[~np.isfinite(table)] = np.nan
+        return table
+
+
+class _Open:
+    """A segment that is being written."""
+
+    def __init__(self, node_folder: Path, header: Header) -> None:
+        self._node_folder, self._header = node_folder, header
+        self.folder: Path | None = None
+        self.newest_d = 0.0
+        self._header_written = False
+        self._pending = {pace: _Pending(pace, columns) for pace, columns in header.paces().items()}
+        self._width = len(header.fast) + len(header.slow)
+        self._notes: list[jsonl_blocks.Record] = []
+        self._reasons: dict[str, str] = {}
+        self._adder = totals.Adder(header)
+        self._sums_due = True
+        self._end: jsonl_blocks.End | None = None
+        self._bucket = 0  # of the finest level: the number of the one that is open
+        self._minutes: list[Buckets] = []  # of the coarsest bucket that is open
+        self._records: dict[int, list[bytes]] = {step: [] for step in LEVELS}
+        self._files: dict[str, _File] = {}
+
+    def add(self, pace: Pace, d: float, row: Row) -> None:
+        if len(row) != len(self._pending[pace].columns):
+            raise ValueError(f"{len(row)} values for {len(self._pending[pace].columns)} columns ({pace})")
+        d = self._moment(d)
+        if int(d // LEVELS[0]) > self._bucket:
+            self._close_bucket()
+            self._bucket = int(d // LEVELS[0])
+        self._pending[pace].add(d, row)
+
+    def null(self, d: float, column: str, reason: str | None) -> None:
+        if reason is not None:
+            self._reasons[column] = reason
+        if len(self._notes) < _MOST_REASONS:
+            self._notes.append(jsonl_blocks.Reason(self._moment(d), column, reason))
+
+    def end(self, d: float, reason: str | None) -> None:
+        if self._end is not None:
+            return
+        self._close_bucket()
+        self._close_coarse()
+        self._end = jsonl_blocks.End(self._moment(d), reason)
+        self._notes.append(self._end)
+
+    def flush(self, *, sync: bool) -> None:
+        folder = self._claim()
+        records: list[jsonl_blocks.Record] = [p.waiting() for p in self._pending.values() if p.d]
+        records += self._notes
+        if records:
+            self._append(folder / jsonl_blocks.NAME, jsonl_blocks.member(records), sync=sync)
+            for p in self._pending.values():
+                p.d, p.rows = [], []
+            self._notes = []
+        for step, waiting in self._records.items():
+            if waiting:
+                self._append(rollup.path_of(folder, step), b"".join(waiting), sync=sync)
+                waiting.clear()
+        if self._sums_due:
+            _replace(folder / totals.NAME, totals.dump(self._sums()))
+            self._sums_due = False
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _moment(self, d: float) -> float:
+        # Never before the bucket that is open: what the roll-ups have must be what lies before it.
+        d = max(round(float(d), 3), float(self._bucket * LEVELS[0]))
+        self.newest_d = max(d, self.newest_d)
+        return d
+
+    def _close_bucket(self) -> None:
+        """Sum up the open bucket of the finest level."""
+        parts = []
+        for p in self._pending.values():
+            d, rows = p.take_bucket()
+            parts.append(rollup.bucketed(self._adder.add(p.pace, d, rows), LEVELS[0]))
+        whole = rollup.beside(parts, [len(p.columns) for p in self._pending.values()])
+        if not len(whole):
+            return
+        self._sums_due = True
+        if self._minutes and whole.d[0] // LEVELS[1] > self._minutes[0].d[0] // LEVELS[1]:
+            self._close_coarse()
+        self._minutes.append(whole)
+        self._keep(LEVELS[0], whole)
+
+    def _close_coarse(self) -> None:
+        if self._minutes:
+            self._keep(LEVELS[1], rollup.coarser(rollup.joined(self._minutes, self._width), LEVELS[1]))
+            self._minutes = []
+
+    def _keep(self, step: int, buckets: Buckets) -> None:
+        self._records[step].append(rollup.to_records(buckets).tobytes())
+        del self._records[step][:-_MOST_BUCKETS]
+
+    def _sums(self) -> totals.Sums:
+        d = float(self._bucket * LEVELS[0])
+        sums = self._adder.sums(d, self._reasons)
+        if self._end is not None:
+            sums.complete, sums.end, sums.failure = True, self._end.d, self._end.reason
+        return sums
+
+    def _claim(self) -> Path:
+        if self.folder is None:
+            self.folder = claim(self._node_folder)
+        if not self._header_written:
+            fsio.write_bytes(self.folder / HEADER, msgspec.json.encode(self._header) + b"\n")
+            self._header_written = True
+        return self.folder
+
+    def _append(self, path: Path, data: bytes, *, sync: bool) -> None:
+        if path.name not in self._files:
+            self._files[path.name] = _File(path)
+        self._files[path.name].append(data, sync=sync)
+
+
+def claim(node_folder: Path) -> Path:
+    """A new segment's folder, which nobody else has.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    fsio.make_folder(node_folder)
+    for k in range(_MOST_SEGMENTS):
+        if fsio.claim_folder(node_folder / str(k)):
+            return node_folder / str(k)
+    raise OSError(f"{node_folder}: has {_MOST_SEGMENTS} segments")
+
+
+class _File:
+    """Grows by whole pieces: of one that the disk took only half of, the next append writes over the half."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        self._size = 0
+
+    def append(self, data: bytes, *, sync: bool) -> None:
+        at, left = self._size, memoryview(data)
+        try:
+            while left:
+                written = os.pwrite(self._fd, left, at)
+                at, left = at + written, left[written:]
+            if sync:
+                os.fsync(self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):  # readers skip a half, too
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size = at
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace without waiting for the disk: after a crash of the machine the reader does without a damaged one."""
+    temporary = path.with_name(f".{path.name}")  # a killed one's is written over by the next
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as f:
+            f.write(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_header(folder: Path) -> Header:
+    """The header of a segment.
+
+    Raises:
+        OSError: it cannot be read; FileNotFoundError where there is none.
+        ValueError: it is damaged.
+    """
+    header = schema.decode(reading.read_bytes(folder / HEADER, limits.MOST_BYTES), Header)
+    for name, low, high in _BOUNDS:
+        if not limits.within(getattr(header, name), low, high):
+            raise ValueError(f"{HEADER} is damaged: {name} is {getattr(header, name):g}, not {low:g} to {high:g}")
+    if any(not 0 <= rank < limits.MOST_RANKS for rank in (*header.ranks, *(r for g in header.gpus for r in g.ranks))):
+        raise ValueError(f"{HEADER} is damaged: it names a rank that cannot be")
+    columns = header.fast + header.slow
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"{HEADER} is damaged: it names a column twice")
+    return header
+
+
+def unknown_columns(header: Header) -> list[str]:
+    """Those of a later version, or damaged: of no field that is known here, or of no device that the header names."""
+    devices = {f"gpu{i}" for i in range(len(header.gpus))} | {f"rank{r}" for r in header.ranks} | {"host"}
+    return [c for c in header.fast + header.slow if fields.of(c) is None or fields.split(c)[0] not in devices]
