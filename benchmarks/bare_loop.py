@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.train.model import Decoder
-from clustertrain.train.optimizers import catalogue
-from clustertrain.train.optimizers.groups import groups_of_whole
-from clustertrain.train.schedule import LearningRate
-from clustertrain.train.text import ByteText
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.lr_schedule import LearningRate
+from clustertrain.train.optim.param_groups import groups_of_whole
 
 
 class Bare:
@@ -41,7 +41,7 @@ class Bare:
                 fully_shard(block, mp_policy=policy)
             fully_shard(model, mp_policy=policy)
         groups = groups_of_whole(model, recipe.optim.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, **catalogue.options(recipe.optim, text=True, device=device))
+        self._optimizer = torch.optim.AdamW(groups, **registry.options(recipe.optim, text=True, device=device))
         self._model: Any = model
         if layout.strategy == "ddp":
             self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)

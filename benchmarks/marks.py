@@ -21,7 +21,7 @@ from clustertrain import fsio
 from clustertrain.run import attempts, measured_speed
 from clustertrain.run.goodput import ledger
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.marks import Marks
+from clustertrain.train.session.heartbeat import Marks
 
 STEPS = 20_000
 ROUNDS = 7

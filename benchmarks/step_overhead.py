@@ -1,7 +1,7 @@
 """What the built-in trainer adds to a step: its tokens/s against a bare PyTorch loop with the same model and layout.
 
 Both train in the same processes, block of steps by block of steps in turn, so that whatever else the machine does meets
-both. The trainer is the real one, ``clustertrain.train.loop`` in a run directory with loader, schedule, stop agreement
+both. The trainer is the real one, ``clustertrain.train.trainer`` in a run directory with loader, schedule, stop agreement
 and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from one
 ``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
 
@@ -40,9 +40,9 @@ from clustertrain.plan.layout import Layout
 from clustertrain.plan.planner import flops_per_step
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.context import read_plan
-from clustertrain.train.session import Session
-from clustertrain.train.step import TrainStep
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.session.session import Session
+from clustertrain.train.step.train_step import TrainStep
 from tests.ranks.rank_pool import Ranks
 
 WARMUP = 3  # blocks

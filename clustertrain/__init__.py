@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clustertrain.train.session import Session, session
+    from clustertrain.train.session.session import Session, session
     from clustertrain.train.stability.clipping import Clipping
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ __all__ = ["Clipping", "Session", "__version__", "session"]
 def __getattr__(name: str) -> Any:
     if name in ("Session", "session"):
         # Not at the top: `clustertrain --help`, `submit` and `status` must not import torch.
-        from clustertrain.train import session as module
+        from clustertrain.train.session import session as module
 
         return getattr(module, name)
     if name == "Clipping":

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import clustertrain as ct
-from clustertrain.train.context_parallel import SelfAttention
-from clustertrain.train.dropout import Dropout
+from clustertrain.train.distributed.context_parallel import SelfAttention
+from clustertrain.train.distributed.dropout import Dropout
 
 WORDS, LENGTH, DIM, HEADS = 32, 16, 64, 4
 

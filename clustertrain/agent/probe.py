@@ -131,7 +131,7 @@ def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, 
     """
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
     meeting = rendezvous.publish(attempt.rendezvous, scratch.HERE)
-    program = ("clustertrain.train.probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
+    program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
     argv = torchrun.command(meeting, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
     env, log = scratch.environment(prepared, run, environ), attempt.logs / "torchrun.log"
     given_up = _GivenUp(run.path, ranks)

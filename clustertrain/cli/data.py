@@ -50,8 +50,8 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
 
     from clustertrain.errors import UsageError
     from clustertrain.submit import python_path
-    from clustertrain.train import entries
-    from clustertrain.train import tokenize as shards
+    from clustertrain.train.core import entry_points
+    from clustertrain.train.data import tokenize as shards
 
     if asked["key"] is not None and asked["documents"] != "jsonl":
         raise UsageError(
@@ -63,7 +63,7 @@ def tokenize(path: Path, folder: Path, as_json: bool, tokenizer: str, **asked: A
     elif re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", tokenizer):
         if python_path.of_entry(tokenizer, [Path.cwd()]) is not None:  # else nothing of this folder is to be imported
             sys.path.insert(0, str(Path.cwd()))
-        of_text = shards.of_function(entries.function(tokenizer, "--tokenizer"))
+        of_text = shards.of_function(entry_points.function(tokenizer, "--tokenizer"))
     else:
         raise UsageError(f"--tokenizer {tokenizer}: must be bytes or of the form package.module:function")
     narrow: Width = "uint32" if tokenizer != "bytes" else "uint8" if (asked["end"] or 0) < 256 else "uint16"

@@ -16,9 +16,9 @@ from clustertrain.diagnose import alignment
 from clustertrain.diagnose.names import Finding, Verdict, worst
 from clustertrain.diagnose.subject import Subject, classes_of, on, output_of
 from clustertrain.diagnose.telling import Tell
-from clustertrain.train import order
-from clustertrain.train.data_told import lengths_of, padding_of, words_of_documents
-from clustertrain.train.samples import listed
+from clustertrain.train.data import permutation
+from clustertrain.train.data.describe import lengths_of, padding_of, words_of_documents
+from clustertrain.train.data.sample_checks import listed
 
 SAMPLES = 1024  # looked at; in the run's order, so from all over the data
 IN_A_ROW = 1024  # neighbours in the data set, whose labels may have slipped
@@ -52,7 +52,7 @@ def check(subject: Subject, tell: Tell) -> Finding:
     size = len(dataset)
     if size < 1:
         return Finding(check="data", verdict="fail", text="the data set is empty", fix="give it samples")
-    numbers = order.samples(subject.recipe.train.seed, size, 0, min(size, SAMPLES))
+    numbers = permutation.samples(subject.recipe.train.seed, size, 0, min(size, SAMPLES))
     seen = Seen(numbers)
     for i, number in enumerate(numbers):
         look_at(seen, number, dataset[number])
@@ -148,7 +148,7 @@ def _labels_in_words(found: dict[int, int], classes: int | None) -> str:
 def _classes(subject: Subject, dataset: Any) -> int | None:
     """That the model tells apart; None where that is not known."""
     with subject.changed(data={"workers": 0}).trainer() as t, torch.no_grad():
-        numbers = order.samples(subject.recipe.train.seed, len(dataset), 0, subject.eight)
+        numbers = permutation.samples(subject.recipe.train.seed, len(dataset), 0, subject.eight)
         batch = on(t.session.device, tuple(torch.utils.data.default_collate([dataset[n] for n in numbers])))
         return classes_of(output_of(t, batch), batch[1])
 

@@ -16,12 +16,12 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train import loop
-from clustertrain.train.context import read_plan
-from clustertrain.train.loop import Trainer, trainer
+from clustertrain.train import trainer as loop
+from clustertrain.train.core.context import read_plan
 from clustertrain.train.main import as_rank
-from clustertrain.train.session import Session
-from clustertrain.train.step import Stepped
+from clustertrain.train.session.session import Session
+from clustertrain.train.step.train_step import Stepped
+from clustertrain.train.trainer import Trainer, trainer
 
 PATIENCE_S = 300.0  # for the save under way
 

@@ -23,8 +23,8 @@ from clustertrain.diagnose.doubled import doubled
 from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, no_dropout, tensors
 from clustertrain.diagnose.telling import Tell
-from clustertrain.train import step
-from clustertrain.train.loop import Trainer
+from clustertrain.train.step import train_step
+from clustertrain.train.trainer import Trainer
 
 GOOD, BUG = 1e-7, 1e-5  # of the relative error
 STEPS = (1e-4, 1e-5, 1e-6)  # of the difference, relative to the parameter: too long bends, too short rounds
@@ -95,8 +95,8 @@ def _of(t: Trainer, subject: Subject, tell: Tell) -> Finding:
     def loss() -> torch.Tensor:
         torch.manual_seed(0)
         with doubled():
-            output = step.call(model, batch[0], None)
-            value, number = step.weighed(t.loss(output, batch[1]), batch[1], False)
+            output = train_step.call(model, batch[0], None)
+            value, number = train_step.weighed(t.loss(output, batch[1]), batch[1], False)
             return value / number
 
     first = loss()

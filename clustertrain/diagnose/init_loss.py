@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, classes_of, mean_loss, output_of
 from clustertrain.diagnose.telling import Tell
-from clustertrain.train.expected import Expected, initial_loss
+from clustertrain.train.models.initial_loss import Expected, initial_loss
 
 BATCHES = 8
 TOLERANCE = 0.1  # of the expected loss

@@ -22,7 +22,8 @@ from clustertrain.diagnose.telling import Tell, Teller
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train import context, models, result
+from clustertrain.train.core import context, result
+from clustertrain.train.models import build
 
 _MODULES = {name: f"clustertrain.diagnose.{name.replace('-', '_')}" for name in CHECKS}
 
@@ -87,7 +88,7 @@ def main() -> int:
         traceback.print_exc()
         tell(error=_blamed(recipe, e), fix="it would fail so on every rank", exit_code=EXIT_CONFIG)
         return EXIT_CONFIG
-    subject = dataclasses.replace(subject, own_loss=models.own_loss(recipe, made.model) is not None)
+    subject = dataclasses.replace(subject, own_loss=build.own_loss(recipe, made.model) is not None)
     del made
     for check in sys.argv[1:]:
         tell(progress=[check, 0, 0])

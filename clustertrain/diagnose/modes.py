@@ -21,7 +21,7 @@ from clustertrain.diagnose.subject import (
     tensors,
 )
 from clustertrain.diagnose.telling import Tell
-from clustertrain.train.loop import Trainer
+from clustertrain.train.trainer import Trainer
 
 SAME = 1e-3  # relative difference of two gradient norms that should be one
 SHOWN = 5

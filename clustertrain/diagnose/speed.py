@@ -13,9 +13,9 @@ from clustertrain import clock, fsio
 from clustertrain.diagnose.names import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
 from clustertrain.diagnose.telling import Tell
-from clustertrain.train.data import Loader
-from clustertrain.train.loop import Trainer
-from clustertrain.train.profiling import Profiler
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.profiling.profiler import Profiler
+from clustertrain.train.trainer import Trainer
 
 WARM, TIMED = 3, 7  # steps
 WORKERS = (0, 1, 2, 4)

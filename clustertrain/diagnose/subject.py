@@ -17,11 +17,13 @@ from clustertrain.config.data import AugmentSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train import loop, order, step
-from clustertrain.train.dropout import Dropout
-from clustertrain.train.loop import Trainer
-from clustertrain.train.models import Task, task
-from clustertrain.train.session import session
+from clustertrain.train import trainer as loop
+from clustertrain.train.data import permutation
+from clustertrain.train.distributed.dropout import Dropout
+from clustertrain.train.models.build import Task, task
+from clustertrain.train.session.session import session
+from clustertrain.train.step import train_step
+from clustertrain.train.trainer import Trainer
 
 # What attention modules call their dropout.
 _DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "attn_pdrop", "dropout_p")
@@ -75,7 +77,7 @@ class Subject:
 def batch_of(t: Trainer, recipe: Recipe, count: int, start: int = 0) -> Any:
     """(inputs, target) of the ``count`` samples from place ``start`` of the run on, on the device."""
     dataset = t.task.dataset
-    found = order.samples(recipe.train.seed, len(dataset), start, count)
+    found = permutation.samples(recipe.train.seed, len(dataset), start, count)
     return on(t.session.device, tuple(default_collate([dataset[i] for i in found])))
 
 
@@ -113,13 +115,13 @@ def output_of(t: Trainer, batch: Any) -> Any:
     """The model's output on ``batch``, in the precision of training."""
     inputs, _ = batch
     with t.session.autocast():
-        return step.call(t.model, inputs, None)
+        return train_step.call(t.model, inputs, None)
 
 
 def mean_loss(t: Trainer, batch: Any) -> torch.Tensor:
     """Of one micro-batch, a scalar on the device."""
     with t.session.autocast():
-        value, count = step.weighed(t.loss(step.call(t.model, batch[0], None), batch[1]), batch[1], False)
+        value, count = train_step.weighed(t.loss(train_step.call(t.model, batch[0], None), batch[1]), batch[1], False)
     mean: torch.Tensor = value.float() / count
     return mean
 

@@ -66,10 +66,10 @@ def _work(run: RunDir | None, words: Sequence[str]) -> None:
             os.chdir(spec.script.cwd)  # paths in the script's arguments are relative to where submit was called
         _run_script(run.code / spec.script.path, spec.script.args)
         return
-    from clustertrain.train import loop
-    from clustertrain.train.context import read_plan
+    from clustertrain.train import trainer
+    from clustertrain.train.core.context import read_plan
 
-    loop.train(spec.recipe, read_plan(run)[1])
+    trainer.train(spec.recipe, read_plan(run)[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def as_rank(work: Callable[[RunDir | None], None]) -> int:
     if settings.RANK_CPUS in os.environ:
         bind_processors(os.environ[settings.RANK_CPUS], int(os.environ.get("LOCAL_RANK", "0")))
     # After the redirection, so that what the import of torch prints is in the log as well.
-    from clustertrain.train import result
+    from clustertrain.train.core import result
 
     result.current().defer()
     try:
@@ -108,7 +108,7 @@ def as_rank(work: Callable[[RunDir | None], None]) -> int:
 
 def _attempt(run: RunDir | None, work: Callable[[RunDir | None], None]) -> int:
     """Do the work; its ending is on record when this returns."""
-    from clustertrain.train import result
+    from clustertrain.train.core import result
 
     try:
         if run is not None:
@@ -132,7 +132,7 @@ def _attempt(run: RunDir | None, work: Callable[[RunDir | None], None]) -> int:
 
 
 def _done() -> int:
-    from clustertrain.train import result
+    from clustertrain.train.core import result
 
     if result.current().ending in (None, "completed"):  # None: a script that opened no session
         result.current().completed()

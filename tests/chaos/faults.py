@@ -129,7 +129,7 @@ def inject(fault: Fault) -> None:
 
 def _at_step(fault: Fault, act: Callable[[Any, Fault], None]) -> None:
     """In the middle of the step, before its update."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.train_step
 

@@ -19,7 +19,7 @@ from tests.ranks.rank_pool import CONTEXT, undisturbed
 
 ROUND_S = 1800.0  # more than all the deadlines of a round together
 STOP_S = 20.0  # for the threads of an interrupted storm
-CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.loop"])  # no more than the script needs
+CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.trainer"])  # no more than the script needs
 
 
 class Storm:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from clustertrain.train.data import Loader
+from clustertrain.train.data.loader import Loader
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.train.stability import update
+from clustertrain.train.stability import conditional_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -67,7 +67,7 @@ def test_a_skipped_step_leaves_all_bits(session: ct.Session, cls: Any, options: 
 
     assert session.train_step(batch(math.nan), loss).skipped and not optimizer.state
     session.train_step(batch(), loss)
-    assert update.asks_the_device(optimizer) == options.get("fused", False)
+    assert conditional_step.asks_the_device(optimizer) == options.get("fused", False)
     before = everything()
     assert session.train_step(batch(math.inf), loss).skipped
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))

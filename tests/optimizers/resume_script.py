@@ -16,12 +16,12 @@ from clustertrain.config.optim import OptimSpec
 from clustertrain.config.schedule import ScheduleSpec
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.context import read_plan
-from clustertrain.train.losses import cross_entropy
-from clustertrain.train.model import Decoder
-from clustertrain.train.optimizers import catalogue
-from clustertrain.train.schedule import LearningRate
-from clustertrain.train.text import ByteText
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.models.losses import cross_entropy
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.lr_schedule import LearningRate
 from tests.optimizers.cells import CELLS, THAW_STEP
 
 run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
@@ -38,7 +38,7 @@ def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
     model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
     groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
     session._train_step = None  # several models in one session, which no script has a use for
-    optimizer = session.optimizer(spec.name, groups, **catalogue.options(spec, text=True, device=session.device))
+    optimizer = session.optimizer(spec.name, groups, **registry.options(spec, text=True, device=session.device))
     rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
     data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
     return session._train_step, {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}

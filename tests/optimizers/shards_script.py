@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 import clustertrain as ct
 from clustertrain.checkpoint.core.state_dict import block, is_dtensor
 from clustertrain.config.optim import OptimSpec
-from clustertrain.train.mesh import Groups
-from clustertrain.train.optimizers import catalogue, making
-from clustertrain.train.optimizers.parameters import describe
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.optim import build, registry
+from clustertrain.train.optim.param_info import describe
 from tests.optimizers.cells import CELLS
 from tests.unit.train.alone import ALONE
 
@@ -71,12 +71,12 @@ def give(p: Any, whole: torch.Tensor) -> None:
 
 def difference(session: ct.Session, name: str) -> tuple[float, str]:
     spec = OptimSpec(**CELLS[name])
-    options = catalogue.options(spec, text=True, device=session.device)
+    options = registry.options(spec, text=True, device=session.device)
     model, alone = session.parallelize(built(session)), built(session)
     session._train_step = None  # one optimizer after another, which no script has a use for
     optimizer = session.optimizer(spec.name, **options)
     groups, known = Groups(None, None, None, None), describe(alone)
-    plain = making.make(spec.name, None, dict(options), model=alone, known=known, context=ALONE, groups=groups)
+    plain = build.make(spec.name, None, dict(options), model=alone, known=known, context=ALONE, groups=groups)
     pairs = list(zip(model.named_parameters(), alone.parameters(), strict=True))
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)

@@ -32,9 +32,10 @@ from torch import nn
 from clustertrain.config.data import DataSpec
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.recipe import ModelSpec, TrainSpec
-from clustertrain.train import order, seeds
-from clustertrain.train.model import Decoder
-from clustertrain.train.text import ByteText
+from clustertrain.train.core import seeds
+from clustertrain.train.data import permutation
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
 from tests.parity.cells import DATA, GLOBAL_BATCH, MODEL, OPTIMIZERS, STEPS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,7 @@ def losses_and_norms(
     data = ByteText(DataSpec(**DATA))
     found: list[tuple[float, float]] = []
     for step in range(STEPS):
-        places = order.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
+        places = permutation.samples(SEED, len(data), step * GLOBAL_BATCH, GLOBAL_BATCH)
         if summation.shuffle:
             random.Random(f"{summation.shuffle} {step}").shuffle(places)
         inputs, targets = (torch.stack(side) for side in zip(*(data[i] for i in places), strict=True))

@@ -16,9 +16,10 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
     """Setup: one element of one gradient of ``rank`` is nan in the steps with these numbers, after the reduction; in
     the last of them the loss of micro-batch 1 of data-parallel rank 1 is. Each rank writes whether it skipped each step
     to ``skips-<rank>`` of its rank folder."""
-    from clustertrain.train import gradients, step
+    from clustertrain.train.distributed import grad_norm
+    from clustertrain.train.step import train_step
 
-    original, call = gradients.complete, step.TrainStep.__call__
+    original, call = grad_norm.complete, train_step.TrainStep.__call__
     done = [0]
 
     def complete(params: Any) -> None:
@@ -26,7 +27,7 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
         original(params)
         done[0] += 1
         if done[0] in steps[:-1] and int(os.environ["RANK"]) == rank:
-            next(g for g in gradients.local_gradients(params) if g.numel()).view(-1)[0] = float("nan")
+            next(g for g in grad_norm.local_gradients(params) if g.numel()).view(-1)[0] = float("nan")
 
     def stepped(self: Any, batch: Any, places: Any, loss_fn: Any, *args: Any) -> Any:
         bad = done[0] + 1 == steps[-1] and self._context.data_rank == 1
@@ -36,8 +37,8 @@ def poison_gradients(rank: int, steps: Sequence[int]) -> None:
             f.write(f"{int(found.skipped)}")
         return found
 
-    gradients.complete = complete
-    step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
+    grad_norm.complete = complete
+    train_step.TrainStep.__call__ = stepped  # type: ignore[method-assign]
 
 
 def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., Any]:
@@ -54,20 +55,20 @@ def _poisoned(loss_fn: Callable[..., Any], micro_batch: int) -> Callable[..., An
 def ask_the_device(rank: int, steps: Sequence[int]) -> None:
     """Setup: as :func:`poison_gradients`, with a fused optimizer that looks at the flag itself, as on a GPU."""
     from clustertrain.checkpoint.core.state_dict import keepers
-    from clustertrain.train.optimizers import catalogue
-    from clustertrain.train.stability import update
+    from clustertrain.train.optim import registry
+    from clustertrain.train.stability import conditional_step
 
-    original = catalogue.options
-    catalogue.options = lambda *args, **kw: {**original(*args, **kw), "fused": True, "foreach": None}
-    update.asks_the_device = lambda optimizer: bool(keepers(optimizer)[0].optimizer.state)
+    original = registry.options
+    registry.options = lambda *args, **kw: {**original(*args, **kw), "fused": True, "foreach": None}
+    conditional_step.asks_the_device = lambda optimizer: bool(keepers(optimizer)[0].optimizer.state)
     poison_gradients(rank, steps)
 
 
 def bad_samples(positions: Sequence[int], factor: float) -> None:
     """Setup: the loss of a step whose global batch begins at one of these positions is ``factor`` times as large."""
-    from clustertrain.train import loop
+    from clustertrain.train import trainer
 
-    def step(self: loop.Trainer) -> Any:
+    def step(self: trainer.Trainer) -> Any:
         begins = self.data.after(self.data.position) - self.data.global_batch
         bad = begins in positions
         loss: Callable[..., Any] = self.loss
@@ -78,20 +79,20 @@ def bad_samples(positions: Sequence[int], factor: float) -> None:
 
         return self.session.train_step(next(self.data), larger if bad else loss, clip=self.clip)
 
-    loop.Trainer.step = step  # type: ignore[method-assign]
+    trainer.Trainer.step = step  # type: ignore[method-assign]
 
 
 def without(first: int, end: int) -> None:
     """Setup: these positions are left out from the start."""
-    from clustertrain.train import data
+    from clustertrain.train.data import loader
 
-    original = data.Loader.__init__
+    original = loader.Loader.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.leave_out([(first, end)])
 
-    data.Loader.__init__ = __init__  # type: ignore[method-assign]
+    loader.Loader.__init__ = __init__  # type: ignore[method-assign]
 
 
 def bad_samples_and_a_kill(positions: Sequence[int], factor: float, point: str) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.train.context_parallel import SelfAttention
-from clustertrain.train.dropout import Dropout
+from clustertrain.train.distributed.context_parallel import SelfAttention
+from clustertrain.train.distributed.dropout import Dropout
 
 DIM, HEADS, WORDS, LENGTH = 32, 4, 64, 16
 MICRO_BATCH, FAULTS = int(sys.argv[1]), sys.argv[2:]

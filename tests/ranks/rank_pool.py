@@ -33,7 +33,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # One that is not installed is left out.
 CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.optim",
-     "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.loop"]
+     "pytorch_optimizer", "torchao.optim", "sklearn.datasets", "clustertrain.train.trainer"]
 )  # fmt: skip
 SEQ_LEN = 16
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -243,7 +243,7 @@ def undisturbed(submitted: Path, folder: Path) -> str:
 
 def touch_stop_at(step: int, only_rank: int | None = None) -> None:
     """Setup: the rank is told to stop while it does step ``step``; with ``only_rank`` by a signal to that one alone."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.log
 

@@ -117,7 +117,7 @@ def test_the_agent_can_follow_both_ranks_through_their_phases(tmp_path: Path) ->
 
 def killed_at(step: int, only_rank: int) -> None:
     """Setup: a rank is killed while it does its step ``step``."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.log
 

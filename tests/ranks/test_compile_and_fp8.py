@@ -30,7 +30,7 @@ def expect_compiled() -> None:
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     config.cpp.simdlen = 1  # no vector instructions: g++ is quicker
 

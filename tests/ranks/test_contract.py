@@ -41,10 +41,10 @@ class Numbered:
 def losses(*values: float) -> None:
     """Setup: the evaluations of this run find these losses, one after the other by their step."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from clustertrain.train import loop
-    from clustertrain.train.session import Session
+    from clustertrain.train import trainer
+    from clustertrain.train.session.session import Session
 
-    task, evaluate = loop.task, Session.evaluate
+    task, evaluate = trainer.task, Session.evaluate
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
         return dataclasses.replace(task(recipe, **kw), validation=Numbered())
@@ -54,7 +54,7 @@ def losses(*values: float) -> None:
         self._evaluated = {**found, "validation_loss": values[self.step - 1]}
         return dict(self._evaluated)
 
-    loop.task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
+    trainer.task, Session.evaluate = with_validation, made_up  # type: ignore[method-assign]
 
 
 def run_of(folder: Path, layout: Layout = PAIR, *, steps: int = 8, every: int = 100, **tables: Any) -> RunDir:
@@ -123,7 +123,7 @@ def spent_after(looks: int) -> None:
     """Setup: the attempt is taken to have cost nothing until rank 0 has looked so often."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from clustertrain.run.budget import Used
-    from clustertrain.train.spending import Spending
+    from clustertrain.train.session.budget import Spending
 
     used, seen = Spending.used, []
 

@@ -11,7 +11,7 @@ import pytest
 
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.tokenize import of_bytes, write
+from clustertrain.train.data.tokenize import of_bytes, write
 from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 
 # torch warns on machines with fewer cores than workers.

@@ -47,15 +47,15 @@ class Apart:
 def validated(samples: int = SAMPLES) -> None:
     """Setup: the trainer's task keeps :class:`Apart` apart."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from clustertrain.train import loop
+    from clustertrain.train import trainer
 
     Apart.samples = samples
-    task = loop.task
+    task = trainer.task
 
     def with_validation(recipe: Any, **kw: Any) -> Any:
         return dataclasses.replace(task(recipe, **kw), validation=Apart())
 
-    loop.task = with_validation
+    trainer.task = with_validation
 
 
 def one_thread() -> None:
@@ -207,7 +207,7 @@ def stopped_inside(step: int, last: int) -> None:
     """Setup: the ranks are told to stop in the middle of the evaluation of ``step``."""
     validated()
     original = Apart.__getitem__
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     evaluation = Session.evaluation
     now: list[int] = []

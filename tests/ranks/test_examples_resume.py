@@ -50,7 +50,7 @@ def script_run(folder: Path, name: str) -> RunDir:
 
 def die_at(step: int) -> None:
     """Setup: SIGKILL to itself in the middle of step ``step``, on all ranks."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     one_thread()
     original = Session.train_step

@@ -264,7 +264,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, whole: str, by_s: fl
 
 def deadline_and_jump(step: int, by_s: float) -> None:
     """Setup: at a step the agent leaves an hour, and then the wall clock jumps."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original, right = Session.log, clock.now
 
@@ -332,7 +332,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_goes_on(tmp_path: Path
 
 def more_state_on(rank: int) -> None:
     """Setup: this rank's state has something that the checkpoint lacks."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.steps
 
@@ -370,7 +370,7 @@ def test_a_save_is_given_up_before_the_kill(tmp_path: Path, point: str, rank: in
 
 def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
     """Setup: the writer of a rank stops at a point, and the agent leaves so many seconds."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.log
     fault_at(point, rank, 1, "STOP")
@@ -385,7 +385,7 @@ def hanging_writer(point: str, rank: int, step: int, left_s: float) -> None:
 
 def raise_at(step: int, rank: int, kind: str) -> None:
     """Setup: an exception in the training loop of one rank."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     errors: dict[str, BaseException] = {"value": ValueError("bad value"), "memory": torch.OutOfMemoryError("no room")}
 

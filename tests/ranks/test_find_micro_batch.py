@@ -122,7 +122,10 @@ def ranks_below(child: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for p in psutil.Process(child.pid).children(recursive=True):
         try:
-            if "clustertrain.train.probe" in p.cmdline() and "torch.distributed.run" not in p.cmdline():
+            if (
+                "clustertrain.train.tools.micro_batch_probe" in p.cmdline()
+                and "torch.distributed.run" not in p.cmdline()
+            ):
                 found.append(p)
         except psutil.Error:
             continue

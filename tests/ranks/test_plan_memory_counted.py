@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.cost.memory import Pass, activation_bytes
-from clustertrain.train.model import Decoder
+from clustertrain.train.models.decoder import Decoder
 
 pytestmark = pytest.mark.ranks
 BATCH, LENGTH = 2, 128

@@ -72,7 +72,7 @@ def die_at(step: int) -> None:
     import os
     import signal
 
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     def train_step(self: Session, *args: Any, **kw: Any) -> Any:
         if self.step == step:
@@ -111,7 +111,7 @@ def test_another_layout_restores_the_same_tensors(tmp_path: Path, old: Any, new:
 
 def save_what_was_restored() -> None:
     """Setup: as soon as step 4 is restored, save it as step 5, and end."""
-    from clustertrain.train.keeping import Keeping
+    from clustertrain.train.session.checkpointing import Keeping
 
     original = Keeping.restore
 

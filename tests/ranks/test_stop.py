@@ -33,7 +33,7 @@ def test_told_before_the_first_step_no_step_is_done(tmp_path: Path) -> None:
 
 def stop_with_deadline(step: int, left_s: float) -> None:
     """Setup: saves take ten seconds as far as the session knows, and the agent leaves ``left_s`` at step ``step``."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.log
 
@@ -104,7 +104,7 @@ def list_workers() -> None:
     """Setup: leave the process ids of this rank's data workers in a file."""
     import multiprocessing
 
-    from clustertrain.train.data import Loader
+    from clustertrain.train.data.loader import Loader
 
     original = Loader._start
 
@@ -172,7 +172,7 @@ def test_a_peer_that_dies_while_the_ranks_are_told_to_stop_leaves_them_stopped(t
 
 def stop_and_lose_a_peer(step: int) -> None:
     """Setup: in step ``step`` everybody is told to stop, and the last rank is killed on the spot."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     def train_step(self: Session, *args: Any, **kw: Any) -> Any:
         if self.step == step:

@@ -102,7 +102,7 @@ def test_a_run_comes_back_from_copies_with_another_number_of_ranks(tmp_path: Pat
 
 def stop_when_there(url: str) -> None:
     """Setup: when the checkpoint at ``url`` is there the ranks are told to stop."""
-    from clustertrain.train.session import Session
+    from clustertrain.train.session.session import Session
 
     original = Session.log
 

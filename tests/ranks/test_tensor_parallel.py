@@ -40,7 +40,7 @@ def one_thread() -> None:
 
 def save_what_it_begins_with() -> None:
     """Setup: a checkpoint of the initial values under the number 1."""
-    from clustertrain.train.keeping import Keeping
+    from clustertrain.train.session.checkpointing import Keeping
 
     one_thread()
     original = Keeping.restore

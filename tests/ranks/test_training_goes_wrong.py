@@ -161,7 +161,7 @@ def test_after_going_back_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
 
 def stopping_after_the_way_back() -> None:
     """Setup: the run is told to stop at step 14, when it comes there for the second time."""
-    from clustertrain.train.stepping import Steps
+    from clustertrain.train.session.step_loop import Steps
     from tests.ranks.rank_pool import touch_stop_at
 
     faulty_data.bad_samples(BAD, 50.0)

@@ -183,7 +183,7 @@ def _begin(environs: list[dict[str, str]]) -> None:
     multiprocessing.set_start_method("fork", force=True)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    from clustertrain.train import result
+    from clustertrain.train.core import result
     from clustertrain.train.main import main
 
     for environ in environs:

@@ -14,10 +14,10 @@ from clustertrain import fsio
 from clustertrain.checkpoint.load import shared_read
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
-from clustertrain.train.context import read_plan
-from clustertrain.train.losses import cross_entropy
-from clustertrain.train.model import Decoder
-from clustertrain.train.text import ByteText
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.models.losses import cross_entropy
 from tests.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
 
 # The model is small: else all ranks would read all of it by themselves.

@@ -87,7 +87,7 @@ def test_every_key_of_a_cluster_profile_is_documented() -> None:
 
 
 def test_every_word_of_a_tp_plan_is_documented() -> None:
-    from clustertrain.train.tensor_parallel import WORDS
+    from clustertrain.train.distributed.tensor_parallel import WORDS
 
     text = SCRIPTS.read_text()
     assert [w for w in WORDS if f"| `{w}` |" not in text] == []

@@ -143,7 +143,7 @@ def test_the_package_imports_only_the_standard_library() -> None:
 
 def test_the_loop_and_the_session_import_no_dtensor() -> None:
     """It brings sympy along. Torch imports it with the first optimizer; a script without one starts sooner."""
-    program = "import sys, clustertrain.train.loop; sys.exit('torch.distributed.tensor' in sys.modules)"
+    program = "import sys, clustertrain.train.trainer; sys.exit('torch.distributed.tensor' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a model of the user's own, from what :mod:`clustertrain.train.shapes` has counted of it."""
+"""The memory of a model of the user's own, from what :mod:`clustertrain.train.tools.model_stats` has counted of it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def count(
     # Everybody on the machine sees the arguments, so no webhook is among them.
     recipe = msgspec.structs.replace(spec.recipe, telemetry=TelemetrySpec())
     request = {"recipe": msgspec.to_builtins(recipe), "step": step, "split": split}
-    argv = proc.python_module(python, "clustertrain.train.shapes", json.dumps(request))
+    argv = proc.python_module(python, "clustertrain.train.tools.model_stats", json.dumps(request))
     env = {**settings.without_allocation(environ), **spec.env}
     try:
         done = proc.run(argv, timeout_s=TIMEOUT_S, env=python_path.environment_in_place(package, env), check=False)

@@ -17,14 +17,14 @@ from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.evaluation import PREFIX, SLICE
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.train import precision
-from clustertrain.train.context import RankContext
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.data.sample_checks import where
+from clustertrain.train.distributed import precision
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.evaluation.dataset_pass import Portion
+from clustertrain.train.evaluation.eval_mode import still
 from clustertrain.train.evaluation.metrics import Metric, terms_of, whole
-from clustertrain.train.evaluation.ordered import Portion
-from clustertrain.train.evaluation.stillness import still
-from clustertrain.train.mesh import Groups
-from clustertrain.train.samples import where
-from clustertrain.train.step import Loss, call, weighed
+from clustertrain.train.step.train_step import Loss, call, weighed
 
 MOST_SLICES = 100  # a row of the run's metrics has a number for each of them and each metric
 
@@ -126,7 +126,7 @@ class Evaluator:
     def _outputs(self, chunk: Sequence[Portion]) -> Iterator[tuple[Portion, Any, Any]]:
         pairs = [_checked(p.batch) for p in chunk]
         if self._groups.context is not None:
-            from clustertrain.train import context_parallel
+            from clustertrain.train.distributed import context_parallel
 
             pairs = [context_parallel.slice_pair(pair, self._groups.context) for pair in pairs]
         if not self._pipeline:
@@ -165,7 +165,7 @@ class Evaluator:
                 sums[part + 1, column] += torch.stack([whole(total).detach().double().to(sums.device), of])
 
     def _loss_context(self) -> Any:
-        from clustertrain.train import tensor_parallel
+        from clustertrain.train.distributed import tensor_parallel
 
         return tensor_parallel.loss_context(self._context)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from clustertrain.config.optim import Clip, OptimSpec
 from clustertrain.errors import UsageError
-from clustertrain.train import gradients
-from clustertrain.train.stability.ring import Ring
+from clustertrain.train.distributed import grad_norm
+from clustertrain.train.stability.ring_buffer import Ring
 
 ADAPTIVE_WINDOW = 128  # steps whose norms the adaptive limit is a quantile of
 LEAST_NORMS = 16  # until there are so many, adaptive clipping is clipping at ``norm``
@@ -63,15 +63,15 @@ def apply(
     host sync. Returns whether anything was clipped: a bool on the device, the same on all ranks."""
     params = list(params)
     if clipping.mode == "value":
-        gradients.scale(params, factor)
+        grad_norm.scale(params, factor)
         return _clamp(params, clipping.value, norm)
-    gradients.scale(params, factor * torch.clamp(limit / (norm + 1e-6), max=1.0))
+    grad_norm.scale(params, factor * torch.clamp(limit / (norm + 1e-6), max=1.0))
     return norm > limit
 
 
 def _clamp(params: list[nn.Parameter], value: float, norm: torch.Tensor) -> torch.Tensor:
     # A shard may be empty.
-    grads = [g for g in gradients.local_gradients(params) if g.numel()]
+    grads = [g for g in grad_norm.local_gradients(params) if g.numel()]
     most = torch.zeros((), device=norm.device)
     if grads:
         most = torch.stack(torch._foreach_norm(grads, float("inf"))).max().to(norm)

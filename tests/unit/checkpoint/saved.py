@@ -18,7 +18,7 @@ from clustertrain.checkpoint.manager import CheckpointManager
 from clustertrain.config.parsing import build
 from clustertrain.config.presets import filled
 from clustertrain.config.recipe import Recipe
-from clustertrain.train.model import Decoder
+from clustertrain.train.models.decoder import Decoder
 
 
 def save(

@@ -15,11 +15,11 @@ from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.checkpoint.manager import CheckpointManager, Saved
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import CheckpointError, Diverged
-from clustertrain.train.evaluation.judge import Judge
-from clustertrain.train.evaluation.periodic import Evaluations
-from clustertrain.train.precision import LossScale
-from clustertrain.train.stability.guard import Guard
-from clustertrain.train.stability.watch import Watch
+from clustertrain.train.distributed.precision import LossScale
+from clustertrain.train.evaluation.best_metric import Judge
+from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.stability.monitor import Watch
+from clustertrain.train.stability.step_guard import Guard
 from tests.unit.train.alone import ALONE
 
 

@@ -23,7 +23,7 @@ from clustertrain.checkpoint.offline import export as exporting
 from clustertrain.checkpoint.offline import huggingface
 from clustertrain.checkpoint.offline.export import Request, export
 from clustertrain.errors import CheckpointError, ConfigError, NotFound, UsageError
-from clustertrain.train.model import Decoder
+from clustertrain.train.models.decoder import Decoder
 from tests.unit.checkpoint.saved import change_index, decoder, recipe_of, save
 
 

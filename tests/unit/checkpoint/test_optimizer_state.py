@@ -19,13 +19,13 @@ from clustertrain.checkpoint.save.engines import ENGINES
 from clustertrain.config.optim import OptimSpec
 from clustertrain.errors import CheckpointError
 from clustertrain.plan.layout import Layout
-from clustertrain.train.mesh import Groups
-from clustertrain.train.optimizers import catalogue, making
-from clustertrain.train.optimizers.parameters import describe
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.optim import build, registry
+from clustertrain.train.optim.param_info import describe
 from tests.unit.train.alone import ALONE, group_of_one
 
 NESTED = ("muon", "soap", "adamw8bit")  # a pair, lists of matrices, codes with their scales
-CASES = [(n, "raw") for n in catalogue.KINDS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
+CASES = [(n, "raw") for n in registry.KINDS] + [(n, e) for n in NESTED for e in ENGINES if e != "raw"]
 
 
 class Net(nn.Module):
@@ -51,11 +51,11 @@ def one_rank() -> Iterator[None]:
 def made(name: str, *, zero1: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model, spec = Net(), OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
-    options = catalogue.options(spec, text=True, device=torch.device("cpu"))
+    options = registry.options(spec, text=True, device=torch.device("cpu"))
     groups = Groups(init_device_mesh("cpu", (1,)) if zero1 else None, None, None, None)
     context = dataclasses.replace(ALONE, layout=Layout(strategy="zero1")) if zero1 else ALONE
     known = describe(model)
-    optimizer = making.make(name, None, options, model=model, known=known, context=context, groups=groups)
+    optimizer = build.make(name, None, options, model=model, known=known, context=context, groups=groups)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -11,7 +11,7 @@ from clustertrain.diagnose import init_loss, layers, lr_range, overfit, resume, 
 from clustertrain.diagnose.names import CHECKS, Verdict, asked, overall, worst
 from clustertrain.diagnose.overfit import Try
 from clustertrain.errors import UsageError
-from clustertrain.train.expected import Expected
+from clustertrain.train.models.initial_loss import Expected
 
 LN_10 = Expected(math.log(10), "ln 10")
 

@@ -12,7 +12,7 @@ import pytest
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import data as data_here
 from clustertrain.submit.request import Prepared, SubmitRequest, prepare
-from clustertrain.train.tokenize import write
+from clustertrain.train.data.tokenize import write
 from tests.fake_slurm.fixture import FakeSlurm
 
 pytestmark = pytest.mark.usefixtures("fake_slurm")

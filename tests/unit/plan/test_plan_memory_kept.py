@@ -27,8 +27,9 @@ from clustertrain.plan.cost.activations import Part, Pass, activation_bytes, log
 from clustertrain.plan.cost.frameworks import CLUSTERTRAIN
 from clustertrain.plan.cost.memory import GIB, of_rank
 from clustertrain.plan.layout import Layout
-from clustertrain.train import computation, context_parallel, losses, tensor_parallel
-from clustertrain.train.model import Decoder
+from clustertrain.train.distributed import block_transforms, context_parallel, tensor_parallel
+from clustertrain.train.models import losses
+from clustertrain.train.models.decoder import Decoder
 
 BATCH, LENGTH, VOCABULARY = 2, 128, 4000
 MODEL = ModelSpec(vocab_size=500, dim=128, layers=2, heads=4, kv_heads=2)
@@ -61,7 +62,7 @@ def held(layout: Layout, mode: str) -> dict[str, int]:
             tensor_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
         if layout.cp > 1:
             context_parallel.apply(model, context, mesh)  # type: ignore[arg-type]
-        computation.apply(model, context)  # type: ignore[arg-type]
+        block_transforms.apply(model, context)  # type: ignore[arg-type]
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH // layout.cp))
         tracker = MemTracker()
         tracker.track_external(model, tokens)

@@ -15,8 +15,8 @@ from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan import pipeline_schedules
 from clustertrain.plan.cost.activations import dealt
 from clustertrain.plan.layout import Layout
-from clustertrain.train import stages
-from clustertrain.train.model import Decoder
+from clustertrain.train.distributed import pipeline_stages
+from clustertrain.train.models.decoder import Decoder
 
 CLASSES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -107,8 +107,8 @@ def test_layers_are_dealt_as_the_trainer_cuts_them(vocab_size: int, tied: bool) 
         spec = ModelSpec(vocab_size=vocab_size, dim=64, layers=layers, heads=4, kv_heads=4, tie_embeddings=tied)
         with torch.device("meta"):
             model = Decoder(spec)
-        units = stages.units(model)
+        units = pipeline_stages.units(model)
         for count in (2, 3, 4):
-            begins = stages.balanced(stages.costs(model, units), count)
+            begins = pipeline_stages.balanced(pipeline_stages.costs(model, units), count)
             held = [sum(u[0].startswith("layers.") for u in units[a:b]) for a, b in pairwise([*begins, len(units)])]
             assert dealt(spec, count) == (max(held[:-1]), held[-1]), (layers, count)

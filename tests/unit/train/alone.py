@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain.plan.layout import Layout
-from clustertrain.train.context import RankContext
-from clustertrain.train.mesh import Groups
-from clustertrain.train.parallelize import parallelize
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.parallelize import parallelize
 
 CPU = torch.device("cpu")
 ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, None, None)

@@ -11,9 +11,9 @@ from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.plan import checks
 from clustertrain.plan.layout import Layout
-from clustertrain.train.mesh import Groups
-from clustertrain.train.model import Decoder
-from clustertrain.train.parallelize import parallelize
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.models.decoder import Decoder
 from tests.unit.train.alone import ALONE
 
 

@@ -10,8 +10,8 @@ import torch
 
 from clustertrain.config.data import AugmentSpec
 from clustertrain.errors import ConfigError
-from clustertrain.train.augment import Augmented
-from clustertrain.train.images import Labelled
+from clustertrain.train.data.augmentation import Augmented
+from clustertrain.train.data.images import Labelled
 
 SIZE, COUNT = 12, 40
 

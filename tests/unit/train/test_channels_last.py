@@ -8,7 +8,7 @@ from torch import nn
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import Recipe
-from clustertrain.train import computation
+from clustertrain.train.distributed import block_transforms
 from tests.unit.train.alone import ALONE
 
 
@@ -17,7 +17,7 @@ def test_images_reach_a_model_of_ones_own_in_the_order_of_convolutions() -> None
     x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
     plain = model(x)
     spec = RunSpec(recipe=Recipe(parallel=ParallelSpec(channels_last=True)))
-    computation.apply(model, dataclasses.replace(ALONE, spec=spec))
+    block_transforms.apply(model, dataclasses.replace(ALONE, spec=spec))
     seen: list[torch.Tensor] = []
     model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     found = model(x)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertrain.config.data import DataSpec
-from clustertrain.train.data_told import lengths_of, padding_of, tell
-from clustertrain.train.tokenize import of_bytes, write
-from clustertrain.train.tokens import tokens
+from clustertrain.train.data.describe import lengths_of, padding_of, tell
+from clustertrain.train.data.token_shards import tokens
+from clustertrain.train.data.tokenize import of_bytes, write
 
 
 def described(folder: Path, lengths: list[int], **data: Any) -> Any:

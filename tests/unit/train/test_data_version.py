@@ -9,8 +9,8 @@ import torch
 
 from clustertrain.config.data import DataSpec
 from clustertrain.errors import CheckpointError
-from clustertrain.train.data import Loader
-from clustertrain.train.text import BytePairs, ByteText
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.data.text import BytePairs, ByteText
 
 
 def loader(dataset: ByteText | BytePairs | list[int]) -> Loader:

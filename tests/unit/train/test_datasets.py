@@ -12,9 +12,9 @@ import torch
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import CheckpointError, ConfigError
-from clustertrain.train.augment import Augmented
-from clustertrain.train.data import Loader
-from clustertrain.train.models import Task, task
+from clustertrain.train.data.augmentation import Augmented
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.models.build import Task, task
 
 SOURCE = """
 import torch

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from clustertrain.config.data import DataSpec
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.plan.layout import Layout
-from clustertrain.train.context import RankContext
-from clustertrain.train.mesh import Groups
-from clustertrain.train.model import Decoder, RotaryTable, rotate
-from clustertrain.train.optimizers.groups import groups_of_whole
-from clustertrain.train.parallelize import parallelize
-from clustertrain.train.text import ByteText
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.models.decoder import Decoder, RotaryTable, rotate
+from clustertrain.train.optim.param_groups import groups_of_whole
 
 CPU = torch.device("cpu")
 ALONE = RankContext(0, 0, 1, 1, False, CPU, Layout(), "fp32", None, None, None, None, None)

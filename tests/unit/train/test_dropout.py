@@ -10,10 +10,10 @@ from torch import nn
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.train import dropout
-from clustertrain.train.context import RankContext
-from clustertrain.train.dropout import Dropout
-from clustertrain.train.model import Decoder
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed import dropout
+from clustertrain.train.distributed.dropout import Dropout
+from clustertrain.train.models.decoder import Decoder
 
 ALONE = RankContext(0, 0, 1, 1, False, torch.device("cpu"), Layout(), "fp32", None, None, None, None, None)
 SAMPLES = torch.arange(40, 48)

@@ -15,10 +15,10 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.train import seeds
+from clustertrain.train.core import seeds
+from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.evaluation.dataset_pass import OnePass
 from clustertrain.train.evaluation.evaluator import MOST_SLICES, NO_SLICES, slices_of
-from clustertrain.train.evaluation.ordered import OnePass
-from clustertrain.train.samples import Limits
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from clustertrain.errors import ConfigError, UsageError
-from clustertrain.train.evaluation.judge import Judge
-from clustertrain.train.evaluation.periodic import Evaluations
+from clustertrain.train.evaluation.best_metric import Judge
+from clustertrain.train.evaluation.schedule import Evaluations
 
 
 def seen(judge: Judge, values: list[float], name: str = "validation_loss", first: int = 1) -> list[Any]:

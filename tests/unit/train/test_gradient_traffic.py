@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clustertrain.train.data_parallel import synchronise
+from clustertrain.train.distributed.data_parallel import synchronise
 from tests.unit.train.alone import group_of_one
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from clustertrain.config.optim import OptimSpec
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import UsageError
-from clustertrain.train import data_parallel
-from clustertrain.train.stability import clipping, update
+from clustertrain.train.distributed import data_parallel
+from clustertrain.train.stability import clipping, conditional_step
 from clustertrain.train.stability.clipping import ADAPTIVE_WINDOW, LEAST_NORMS, Clipping
-from clustertrain.train.stability.guard import LEAST_SPREAD, MAD_TO_DEVIATION, Guard, Judged
-from clustertrain.train.stability.ring import Ring
-from clustertrain.train.stability.update import RunningStatistics
+from clustertrain.train.stability.conditional_step import RunningStatistics
+from clustertrain.train.stability.ring_buffer import Ring
+from clustertrain.train.stability.step_guard import LEAST_SPREAD, MAD_TO_DEVIATION, Guard, Judged
 from tests.unit.train.alone import group_of_one
 
 CPU = torch.device("cpu")
@@ -170,14 +170,14 @@ def test_a_skipped_step_leaves_weights_and_state_in_all_bits(
     model = nn.Linear(3, 2)
     more = {"momentum": 0.9} if cls is torch.optim.SGD else {}
     optimizer = cls(model.parameters(), lr=0.1, fused=fused, **more)
-    assert not update.asks_the_device(optimizer)  # on a CPU to look costs nothing
+    assert not conditional_step.asks_the_device(optimizer)  # on a CPU to look costs nothing
     if fused:  # its kernels there heed the flag as those of a GPU do
-        monkeypatch.setattr(update, "asks_the_device", lambda optimizer: bool(optimizer.state))
+        monkeypatch.setattr(conditional_step, "asks_the_device", lambda optimizer: bool(optimizer.state))
 
     def step(skip: bool, value: float) -> None:
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
-        update.move(optimizer, torch.tensor(skip))
+        conditional_step.move(optimizer, torch.tensor(skip))
 
     def everything() -> list[torch.Tensor]:
         states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -215,11 +215,11 @@ def test_an_optimizer_is_asked_to_skip_by_itself_once_all_that_is_trained_has_st
     trained, frozen = OnGpu(torch.ones(2)), OnGpu(torch.ones(2))
     optimizer = torch.optim.SGD([trained, frozen], lr=0.1, momentum=0.9, fused=True)
     trained.grad = torch.ones(2)
-    assert not update.asks_the_device(optimizer)
+    assert not conditional_step.asks_the_device(optimizer)
     optimizer.step()
-    assert update.asks_the_device(optimizer)
+    assert conditional_step.asks_the_device(optimizer)
     frozen.grad = torch.ones(2)  # no longer
-    assert not update.asks_the_device(optimizer)
+    assert not conditional_step.asks_the_device(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own import
@@ -230,4 +230,4 @@ def test_of_zero1_the_host_decides_since_ranks_may_own_nothing_that_has_state() 
         optimizer = data_parallel.split_optimizer(build, [{"params": [p]}])
         p.grad = torch.ones(2)
         optimizer.step()
-        assert not update.asks_the_device(optimizer)
+        assert not conditional_step.asks_the_device(optimizer)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from clustertrain.errors import ConfigError
-from clustertrain.train import held_out
-from clustertrain.train.held_out import STRETCHES, Part, split, stretches
+from clustertrain.train.data import validation_split
+from clustertrain.train.data.validation_split import STRETCHES, Part, split, stretches
 
 
 class Numbers(list[int]):
@@ -50,7 +50,7 @@ def test_every_sample_is_in_one_of_the_two(kind: type[Numbers], size: int, share
 
 def test_a_large_data_set_is_parted_alike_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [rows(part) for part in split(Numbers(range(1000)), 0.2, "n")]
-    monkeypatch.setattr(held_out, "LISTED", 999)
+    monkeypatch.setattr(validation_split, "LISTED", 999)
     assert [rows(part) for part in split(Numbers(range(1000)), 0.2, "n")] == listed
 
 

@@ -14,12 +14,12 @@ from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.checkpoint.offline import inspect
 from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
-from clustertrain.train.evaluation.judge import Judge
-from clustertrain.train.evaluation.periodic import Evaluations
-from clustertrain.train.keeping import Keeping
-from clustertrain.train.mesh import Groups
-from clustertrain.train.result import RankResult
-from clustertrain.train.stability.supervisor import Back
+from clustertrain.train.core.result import RankResult
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.evaluation.best_metric import Judge
+from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.session.checkpointing import Keeping
+from clustertrain.train.stability.divergence import Back
 from tests.unit.train.alone import ALONE
 
 LOSS = "validation_loss"

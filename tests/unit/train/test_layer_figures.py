@@ -12,10 +12,10 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.config.stability import StabilitySpec
-from clustertrain.train.context import RankContext
-from clustertrain.train.stability.guard import Guard
-from clustertrain.train.stability.layers import SAMPLED, Layers, unit_of
-from clustertrain.train.stability.watch import Watch
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.stability.layer_stats import SAMPLED, Layers, unit_of
+from clustertrain.train.stability.monitor import Watch
+from clustertrain.train.stability.step_guard import Guard
 from tests.unit.train.alone import ALONE
 
 

@@ -15,9 +15,9 @@ from clustertrain.config.parallel import ParallelSpec
 from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan.layout import Layout
-from clustertrain.train import context_parallel, tensor_parallel
-from clustertrain.train.context import RankContext
-from clustertrain.train.model import Decoder
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed import context_parallel, tensor_parallel
+from clustertrain.train.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 

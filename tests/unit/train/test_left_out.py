@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from clustertrain.train.data import Loader
-from clustertrain.train.order import LeftOut
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.data.permutation import LeftOut
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
-from clustertrain.train import data
-from clustertrain.train.data import Loader, workers_for
-from clustertrain.train.samples import Limits
+from clustertrain.train.data import loader as data
+from clustertrain.train.data.loader import Loader, workers_for
+from clustertrain.train.data.sample_checks import Limits
 
 # torch warns on machines with fewer cores than workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -11,8 +11,8 @@ import torch
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train import losses
-from clustertrain.train.expected import initial_loss
+from clustertrain.train.models import losses
+from clustertrain.train.models.initial_loss import initial_loss
 
 
 def recipe(**tables: Any) -> Recipe:

@@ -12,9 +12,9 @@ from torch import nn
 from clustertrain import fsio
 from clustertrain.plan.layout import Layout
 from clustertrain.run import heartbeat, metrics
-from clustertrain.train import forward
-from clustertrain.train.forward import ForwardTime, waits_for_nobody
-from clustertrain.train.marks import Marks
+from clustertrain.train.profiling import forward_timer
+from clustertrain.train.profiling.forward_timer import ForwardTime, waits_for_nobody
+from clustertrain.train.session.heartbeat import Marks
 
 
 def seen(folder: Path) -> heartbeat.Beat:
@@ -96,7 +96,7 @@ class FakeGpu:
         self.made: list[FakeEvent] = []
         self.launched, self.done = 0, 0
         self.took_s = took_s
-        monkeypatch.setattr(forward, "_event", lambda: FakeEvent(self))
+        monkeypatch.setattr(forward_timer, "_event", lambda: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         self.timed = ForwardTime(torch.device("cuda", 0), True)
 
@@ -128,27 +128,27 @@ class FakeEvent:
 
 def test_on_a_gpu_nothing_waits_and_few_events_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, 0.020)
-    gpu.launch(3 * forward.IN_FLIGHT, behind=10**9)
-    assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward.IN_FLIGHT
+    gpu.launch(3 * forward_timer.IN_FLIGHT, behind=10**9)
+    assert gpu.timed.sum_s() == 0.0 and len(gpu.made) == 2 * forward_timer.IN_FLIGHT
     gpu.done = gpu.launched
-    assert gpu.timed.sum_s() == pytest.approx(forward.IN_FLIGHT * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx(forward_timer.IN_FLIGHT * 0.020)
     gpu.launch(1, behind=0)
     # Those for which there was no event are taken to be like the next one, and counted with it.
-    assert gpu.timed.sum_s() == pytest.approx((3 * forward.IN_FLIGHT + 1) * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx((3 * forward_timer.IN_FLIGHT + 1) * 0.020)
 
 
-@pytest.mark.parametrize("behind", [5, 10 * forward.IN_FLIGHT])
+@pytest.mark.parametrize("behind", [5, 10 * forward_timer.IN_FLIGHT])
 def test_steps_of_many_micro_batches_are_counted_right_after_a_slow_first_pass(
     monkeypatch: pytest.MonkeyPatch, behind: int
 ) -> None:
     gpu = FakeGpu(monkeypatch, 30.0, 0.020)
     before = 0.0
     for step in range(4):
-        gpu.launch(4 * forward.IN_FLIGHT, behind)
+        gpu.launch(4 * forward_timer.IN_FLIGHT, behind)
         gpu.done = gpu.launched
         now = gpu.timed.sum_s()
         if step > 1:
-            assert now - before == pytest.approx(4 * forward.IN_FLIGHT * 0.020)
+            assert now - before == pytest.approx(4 * forward_timer.IN_FLIGHT * 0.020)
         before = now
     gpu.launch(1, behind=0)
-    assert gpu.timed.sum_s() == pytest.approx(30.0 + 16 * forward.IN_FLIGHT * 0.020)
+    assert gpu.timed.sum_s() == pytest.approx(30.0 + 16 * forward_timer.IN_FLIGHT * 0.020)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.train.mesh import Groups
-from clustertrain.train.precision import LossScale
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.step import Stepped, TrainStep
+from clustertrain.train.step.train_step import Stepped, TrainStep
 from tests.unit.train.alone import ALONE
 
 TARGET = (torch.arange(12.0).reshape(4, 3) / 8, torch.ones(4, 2))

@@ -20,12 +20,12 @@ from clustertrain.config.parsing import build
 from clustertrain.config.presets import filled
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train import losses
-from clustertrain.train.data_parallel import units
-from clustertrain.train.evaluation.of_recipe import of_recipe
-from clustertrain.train.images import Shapes, images
-from clustertrain.train.models import Task, task
-from clustertrain.train.optimizers.groups import groups_of_whole
+from clustertrain.train.data.images import Shapes, images
+from clustertrain.train.distributed.data_parallel import units
+from clustertrain.train.models import losses
+from clustertrain.train.models.build import Task, task
+from clustertrain.train.optim.param_groups import groups_of_whole
+from clustertrain.train.recipe_evaluation import of_recipe
 from tests.unit.train.alone import built
 
 CONVNET = {"kind": "convnet", "convnet": {"width": 8, "blocks": [1, 1], "groups": 4}}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clustertrain.train.result import RankResult, kind_of
+from clustertrain.train.core.result import RankResult, kind_of
 
 
 def raised(act: Callable[[], object]) -> BaseException:

@@ -16,18 +16,19 @@ from clustertrain.config.optim import OptimSpec, UnfreezeSpec
 from clustertrain.config.recipe import ModelSpec
 from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.plan.cost.optimizer_state import BY_SHAPE, OF_MATRICES, WHOLE, modules, of_decoder, state_bytes
-from clustertrain.train import models
-from clustertrain.train.mesh import Groups
-from clustertrain.train.model import Decoder
-from clustertrain.train.optimizers import catalogue, making
-from clustertrain.train.optimizers.gathered import Gathered, owners
-from clustertrain.train.optimizers.groups import parameter_groups
-from clustertrain.train.optimizers.parameters import describe
-from clustertrain.train.optimizers.wrapped import Pair
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.models import build
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.optim import build as making
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.param_groups import parameter_groups
+from clustertrain.train.optim.param_info import describe
+from clustertrain.train.optim.unsharded_update import Gathered, owners
+from clustertrain.train.optim.wrapper import Pair
 from tests.unit.train.alone import ALONE, built
 
 CPU = torch.device("cpu")
-NAMES = tuple(catalogue.KINDS)
+NAMES = tuple(registry.KINDS)
 SMALL = ModelSpec(dim=16, layers=3, heads=2, kv_heads=2, vocab_size=32)
 
 
@@ -210,7 +211,7 @@ def test_every_name_trains_with_the_recipes_options(name: str, session: ct.Sessi
     session.parallelize(three())
     spec = OptimSpec(name=name, lr=0.05)  # type: ignore[arg-type]
     groups = session.parameter_groups(name, weight_decay=spec.weight_decay)
-    optimizer = session.optimizer(name, groups, **catalogue.options(spec, text=False, device=CPU))
+    optimizer = session.optimizer(name, groups, **registry.options(spec, text=False, device=CPU))
     losses = []
     for step in range(6):
         for group in optimizer.param_groups:
@@ -221,27 +222,27 @@ def test_every_name_trains_with_the_recipes_options(name: str, session: ct.Sessi
 
 
 def test_the_planner_knows_the_same_of_each_as_the_trainer() -> None:
-    assert {n for n, k in catalogue.KINDS.items() if k.whole} == WHOLE
-    assert {n for n, k in catalogue.KINDS.items() if k.of_matrices} == OF_MATRICES
-    assert all(catalogue.needs_whole(k.load()) == k.whole for k in catalogue.KINDS.values())
+    assert {n for n, k in registry.KINDS.items() if k.whole} == WHOLE
+    assert {n for n, k in registry.KINDS.items() if k.of_matrices} == OF_MATRICES
+    assert all(registry.needs_whole(k.load()) == k.whole for k in registry.KINDS.values())
 
 
 def test_defaults_of_the_recipe() -> None:
     spec = OptimSpec()
-    given = catalogue.options(spec, text=True, device=CPU)
+    given = registry.options(spec, text=True, device=CPU)
     assert (given["lr"], given["betas"], given["eps"], spec.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert (spec.name, spec.clip, spec.clip_norm) == ("adamw", "norm", 1.0)
-    assert catalogue.options(spec, text=False, device=CPU)["betas"] == (0.9, 0.999)
-    assert catalogue.options(OptimSpec(name="lion"), text=True, device=CPU)["betas"] == (0.9, 0.99)
-    assert catalogue.options(OptimSpec(name="sgd"), text=True, device=CPU)["momentum"] == 0.9
-    assert catalogue.options(OptimSpec(name="muon"), text=True, device=CPU)["momentum"] == 0.95
-    assert catalogue.options(OptimSpec(name="sgd"), text=True, device=torch.device("cuda"))["fused"] is True
+    assert registry.options(spec, text=False, device=CPU)["betas"] == (0.9, 0.999)
+    assert registry.options(OptimSpec(name="lion"), text=True, device=CPU)["betas"] == (0.9, 0.99)
+    assert registry.options(OptimSpec(name="sgd"), text=True, device=CPU)["momentum"] == 0.9
+    assert registry.options(OptimSpec(name="muon"), text=True, device=CPU)["momentum"] == 0.95
+    assert registry.options(OptimSpec(name="sgd"), text=True, device=torch.device("cuda"))["fused"] is True
 
 
 def test_sgd_of_layers_that_thaw_is_not_the_fused_one() -> None:
     """Which wants momentum of all parameters of a group or of none."""
     thawing = OptimSpec(name="sgd", freeze=("embed",), unfreeze=(UnfreezeSpec(step=3, modules=("embed",)),))
-    given = catalogue.options(thawing, text=True, device=torch.device("cuda"))
+    given = registry.options(thawing, text=True, device=torch.device("cuda"))
     assert given["foreach"] is True and not given.get("fused")
 
 
@@ -340,10 +341,10 @@ def test_state_is_as_large_as_the_plan_says(name: str) -> None:
     hidden = [True, True, False, False, False]
     for shape, matrix in zip(SHAPES, hidden, strict=True):
         p = nn.Parameter(torch.ones(shape))
-        kind = catalogue.KINDS[spec.name]
-        options = catalogue.options(spec, text=True, device=CPU)
+        kind = registry.KINDS[spec.name]
+        options = registry.options(spec, text=True, device=CPU)
         cls = kind.load() if matrix or not kind.of_matrices else torch.optim.AdamW
-        made = cls([p], **catalogue.taken(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options))
+        made = cls([p], **registry.taken(cls, {**options, "eps": 1e-8} if cls is torch.optim.AdamW else options))
         p.grad = torch.ones(shape)
         made.step()
         kept = sum(t.nbytes for t in tensors(made.state[p]) if t.dim())  # counters and ratios are single numbers
@@ -384,5 +385,5 @@ def test_the_plans_shapes_are_the_decoders() -> None:
     ],
 )
 def test_the_plans_module_names_are_those_of_the_built_in_models(spec: ModelSpec) -> None:
-    known = describe(models.model(spec)).by_name.values()
+    known = describe(build.model(spec)).by_name.values()
     assert sorted(modules(spec)) == sorted({m for described in known for m in described.modules})

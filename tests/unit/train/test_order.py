@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clustertrain.train.order import Permutation, samples
+from clustertrain.train.data.permutation import Permutation, samples
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 1000, 4097])

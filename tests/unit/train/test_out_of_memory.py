@@ -9,8 +9,8 @@ import torch
 
 import clustertrain as ct
 from clustertrain.plan.layout import Batch, Layout
-from clustertrain.train import out_of_memory
-from clustertrain.train.result import RankResult
+from clustertrain.train.core import out_of_memory
+from clustertrain.train.core.result import RankResult
 from tests.unit.train.alone import ALONE
 
 CONTEXT = dataclasses.replace(

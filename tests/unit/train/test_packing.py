@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clustertrain.train.packing import WINDOW, Packing, pack
+from clustertrain.train.data.packing import WINDOW, Packing, pack
 
 
 def packed(lengths: list[int], size: int) -> Packing:

@@ -12,7 +12,7 @@ from torch import nn
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.train import pipeline, precision
+from clustertrain.train.distributed import pipeline, precision
 from tests.unit.train.alone import ALONE, built
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.train import profiling
-from clustertrain.train.profiling import PARTS, Profiler
+from clustertrain.train.profiling import profiler as profiling
+from clustertrain.train.profiling.profiler import PARTS, Profiler
 
 CPU = torch.device("cpu")
 

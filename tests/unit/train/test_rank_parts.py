@@ -19,11 +19,11 @@ from clustertrain import fsio
 from clustertrain.checkpoint.format.storage_errors import StorageError
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train import context, seeds
-from clustertrain.train.mesh import dimensions
-from clustertrain.train.metrics import Metrics, checked
-from clustertrain.train.result import RankResult, kind_of
-from clustertrain.train.stop import SIGNALS, StopAgreement, StopFlag
+from clustertrain.train.core import context, seeds
+from clustertrain.train.core.result import RankResult, kind_of
+from clustertrain.train.core.stop import SIGNALS, StopAgreement, StopFlag
+from clustertrain.train.distributed.mesh import dimensions
+from clustertrain.train.session.metrics_writer import Metrics, checked
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -13,11 +13,11 @@ from clustertrain.config.optim import Clip, OptimizerName, OptimSpec
 from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.config.unused_keys import why_not
-from clustertrain.train import losses
-from clustertrain.train.optimizers import catalogue
-from clustertrain.train.schedule import LearningRate
+from clustertrain.train.models import losses
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.stability import clipping
-from clustertrain.train.stability.ring import Ring
+from clustertrain.train.stability.ring_buffer import Ring
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_options_of_an_optimizer(name: OptimizerName) -> None:
     spec = OptimSpec(name=name)
 
     def options(spec: OptimSpec) -> Any:
-        return catalogue.options(spec, text=True, device=CPU)
+        return registry.options(spec, text=True, device=CPU)
 
     used = {k for k, v in others.items() if options(msgspec.structs.replace(spec, **{k: v})) != options(spec)}
     assert read("optim", Recipe(optim=spec), others) == used

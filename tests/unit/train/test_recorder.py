@@ -16,13 +16,13 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train.data import Loader
-from clustertrain.train.marks import Marks
-from clustertrain.train.recorder import Recorder
-from clustertrain.train.stability.guard import Guard
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.session.heartbeat import Marks
+from clustertrain.train.session.recorder import Recorder
+from clustertrain.train.stability.monitor import Watch
+from clustertrain.train.stability.step_guard import Guard
 from clustertrain.train.stability.warnings import Warnings
-from clustertrain.train.stability.watch import Watch
-from clustertrain.train.step import Stepped
+from clustertrain.train.step.train_step import Stepped
 from tests.unit.train.alone import ALONE
 
 MODEL = nn.Linear(2, 2)

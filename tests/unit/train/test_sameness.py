@@ -13,11 +13,11 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.parsing import build
 from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
-from clustertrain.train import sameness
-from clustertrain.train.context import RankContext
-from clustertrain.train.keeping import Keeping, about
-from clustertrain.train.mesh import Groups
-from clustertrain.train.result import RankResult
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.result import RankResult
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.session import resume_check
+from clustertrain.train.session.checkpointing import Keeping, about
 from tests.unit.train.alone import ALONE
 
 
@@ -72,10 +72,10 @@ def test_a_changed_file_of_the_snapshot_is_noticed_though_git_is_the_same(run: R
     ],
 )
 def test_the_files_that_differ_are_named(run: RunDir, change: dict[str, str | None], told: str) -> None:
-    before = sameness.files_of(run.code)
+    before = resume_check.files_of(run.code)
     for name, text in change.items():
         (run.code / name).write_text(text) if text is not None else (run.code / name).unlink()
-    found = sameness.changed_files(before, sameness.files_of(run.code))
+    found = resume_check.changed_files(before, resume_check.files_of(run.code))
     assert found == ([f"code/ of the run was changed: {told}"] if told else [])
 
 
@@ -83,15 +83,15 @@ def test_only_an_exact_resume_reads_the_files_and_only_one_rank_does(run: RunDir
     assert about(context_of(run))["code"].keys() == {"train.py", "model/net.py", "model/sizes.toml"}
     assert about(context_of(run, "elastic"))["code"] is None
     assert about(dataclasses.replace(context_of(run), rank=1))["code"] is None
-    assert sameness.changed_files({"train.py": "1"}, None) == sameness.changed_files(None, {}) == []
+    assert resume_check.changed_files({"train.py": "1"}, None) == resume_check.changed_files(None, {}) == []
 
 
 def test_what_ranks_have_found_is_told_once_with_the_nodes_where_not_all_have() -> None:
     python = "python 3.12.1 then, 3.11.9 now"
     both = "4 ranks then, 3 now"
-    assert sameness.of_all([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [
+    assert resume_check.of_all([("a", [both]), ("b", [both, python]), ("b", [both, python])]) == [
         both,
         f"{python} (node b; rank 1, 2)",
     ]
-    assert sameness.of_all([None, ("b", [python]), None]) == [f"{python} (node b; rank 1)"]
-    assert sameness.of_all([]) == []
+    assert resume_check.of_all([None, ("b", [python]), None]) == [f"{python} (node b; rank 1)"]
+    assert resume_check.of_all([]) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clustertrain.errors import ConfigError
-from clustertrain.train.samples import FINITE_BATCHES, Check, Limits, listed
+from clustertrain.train.data.sample_checks import FINITE_BATCHES, Check, Limits, listed
 
 TOKENS = torch.arange(12).view(3, 4)
 KEYS = [(70, 0), (71, 1), (72, 2)]

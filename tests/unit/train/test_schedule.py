@@ -13,8 +13,8 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.config.schedule import ScheduleKind, ScheduleSpec
 from clustertrain.errors import UsageError
 from clustertrain.plan.layout import Batch
-from clustertrain.train import loop
-from clustertrain.train.schedule import LearningRate
+from clustertrain.train import trainer
+from clustertrain.train.optim.lr_schedule import LearningRate
 
 
 def rate(total: int, *, peak: float = 1.0, **spec: Any) -> LearningRate:
@@ -125,12 +125,12 @@ def test_the_trainer_waits_in_the_direction_of_what_is_observed(
     def made(*args: Any, higher_is_better: bool, **kw: Any) -> None:
         raise Made(higher_is_better)
 
-    monkeypatch.setattr(loop, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
-    monkeypatch.setattr(loop, "trainer", lambda *args: None)
-    monkeypatch.setattr(loop, "LearningRate", made)
+    monkeypatch.setattr(trainer, "session", lambda: contextlib.nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(trainer, "trainer", lambda *args: None)
+    monkeypatch.setattr(trainer, "LearningRate", made)
     tables = {"schedule": {"kind": "plateau"}, "data": {"validation": 0.1}, "contract": contract}
     with pytest.raises(Made) as caught:
-        loop.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
+        trainer.train(build(tables, Recipe, "recipe.toml"), Batch(global_batch=8))
     assert caught.value.args == (higher,)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clustertrain as ct
-from clustertrain.train import seeds
+from clustertrain.train.core import seeds
 
 
 @pytest.fixture

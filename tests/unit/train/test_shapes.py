@@ -17,13 +17,15 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.cost.user_model import Counted, Unit
 from clustertrain.plan.layout import Layout
-from clustertrain.train import computation, models, shapes
-from clustertrain.train.context import RankContext
-from clustertrain.train.mesh import Groups
-from clustertrain.train.optimizers import catalogue
-from clustertrain.train.optimizers.groups import groups_of_whole
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed import block_transforms
+from clustertrain.train.distributed.mesh import Groups
+from clustertrain.train.models import build as models
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.param_groups import groups_of_whole
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.step import TrainStep
+from clustertrain.train.step.train_step import TrainStep
+from clustertrain.train.tools import model_stats
 from tests.unit.train.alone import ALONE
 
 NETS = """
@@ -91,7 +93,7 @@ def request(entry: str, **step: Any) -> dict[str, Any]:
 
 
 def counted(entry: str, **step: Any) -> Counted:
-    return msgspec.convert(shapes.answer(request(entry, **step))["counted"], Counted)
+    return msgspec.convert(model_stats.answer(request(entry, **step))["counted"], Counted)
 
 
 def test_it_is_counted_on_the_meta_device() -> None:
@@ -118,7 +120,7 @@ def test_a_constructor_that_needs_values_is_called_on_the_cpu() -> None:
     ],
 )
 def test_what_the_users_code_gets_wrong_is_an_answer(entry: str, said: str) -> None:
-    answer = shapes.answer(request(entry))
+    answer = model_stats.answer(request(entry))
     assert said in answer["error"] and answer["fix"]
 
 
@@ -140,7 +142,7 @@ def test_what_would_end_the_job_at_its_start_is_an_answer(
     tables: dict[str, Any], split: dict[str, int], said: str
 ) -> None:
     asked = request("Valued")
-    answer = shapes.answer({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
+    answer = model_stats.answer({**asked, "recipe": {**asked["recipe"], **tables}, "split": split})
     assert said in answer["error"] and answer["fix"]
 
 
@@ -158,9 +160,9 @@ def real_peak(recipe: Recipe, micro_batch: int, checkpointing: str) -> tuple[int
     what = models.task(recipe)
     spec = ALONE.__dict__ | {"layout": Layout(activation_checkpointing=checkpointing)}
     context = RankContext(**spec)
-    computation.apply(what.model, context)
+    block_transforms.apply(what.model, context)
     groups = groups_of_whole(what.model, 0.1)
-    options = catalogue.options(recipe.optim, text=recipe.is_text, device=context.device)
+    options = registry.options(recipe.optim, text=recipe.is_text, device=context.device)
     optimizer = torch.optim.AdamW(groups, **options)
     step = TrainStep(what.model, optimizer, context, Groups(None, None, None, None), None)
     batch = default_collate([what.dataset[i] for i in range(micro_batch)])

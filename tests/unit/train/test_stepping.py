@@ -25,11 +25,11 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run import attempts, metrics
 from clustertrain.run.run_dir import RunDir
 from clustertrain.submit.transaction import spec_text
-from clustertrain.train import result
-from clustertrain.train.evaluation.judge import Judge
-from clustertrain.train.evaluation.periodic import Evaluations
-from clustertrain.train.spending import Spending
-from clustertrain.train.time_left import TimeLeft
+from clustertrain.train.core import result
+from clustertrain.train.core.time_left import TimeLeft
+from clustertrain.train.evaluation.best_metric import Judge
+from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.session.budget import Spending
 
 BATCH, TOTAL = 4, 8
 BAD = (4 * BATCH,)  # where the samples of step 5 begin

@@ -10,8 +10,8 @@ import torch
 
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import Diverged
-from clustertrain.train.stability.supervisor import Back, Supervisor, Trail
-from clustertrain.train.step import Stepped
+from clustertrain.train.stability.divergence import Back, Supervisor, Trail
+from clustertrain.train.step.train_step import Stepped
 
 
 def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, overflow: bool = False) -> Stepped:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.train import data_parallel, tensor_parallel
+from clustertrain.train.distributed import data_parallel, tensor_parallel
 from tests.unit.train.alone import ALONE, built
 
 TP = replace(ALONE, world_size=2, layout=Layout(tp=2))

@@ -17,8 +17,8 @@ import torch
 from clustertrain.config.data import DataSpec
 from clustertrain.config.token_shards import INDEX, read_index
 from clustertrain.errors import ConfigError
-from clustertrain.train.tokenize import write
-from clustertrain.train.tokens import Corpus, Packed, Windows, tokens
+from clustertrain.train.data.token_shards import Corpus, Packed, Windows, tokens
+from clustertrain.train.data.tokenize import write
 
 DOCUMENTS = [list(range(100, 130)), [7], list(range(5)), [], list(range(40, 60)), [1, 2]]
 STREAM = [t for d in DOCUMENTS for t in d]

@@ -12,8 +12,8 @@ from torch import nn
 import clustertrain as ct
 from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
-from clustertrain.train import train_mode
-from clustertrain.train.models import task
+from clustertrain.train.models import train_mode
+from clustertrain.train.models.build import task
 
 
 class Finetuned(nn.Module):

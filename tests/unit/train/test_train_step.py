@@ -12,9 +12,9 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.errors import UsageError
-from clustertrain.train.data import Loader
-from clustertrain.train.places import Places
-from clustertrain.train.step import alone, moments, powers
+from clustertrain.train.data.loader import Loader
+from clustertrain.train.step.sample_positions import Places
+from clustertrain.train.step.train_step import alone, moments, powers
 
 FEATURES = 3
 

@@ -1,0 +1,71 @@
+"""Handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels (E. Alpaydin and C. Kaynak, "Optical
+Recognition of Handwritten Digits", UCI, 1998), real data that needs no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from clustertrain.config.data import DIGIT_HALF, DIGITS
+from clustertrain.config.slice_checks import BUILT_IN, numbered
+from clustertrain.errors import EnvironmentNotFit
+from clustertrain.train.data.images import Labelled
+
+_BRIGHTEST = 16
+
+
+def _load() -> tuple[Any, Any]:
+    """(images (1797, 8, 8) of 0 to 16, classes)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise EnvironmentNotFit(
+            "data.path = 'digits': the images come with scikit-learn, which is not installed",
+            fix="pip install 'clustertrain[examples]'",
+        ) from e
+    found = load_digits()
+    return found.images.astype(np.uint8), found.target
+
+
+class DigitImages(Labelled):
+    """Sample i is (image, class): bytes (8, 8, 1)."""
+
+    name = f"data.path = {DIGITS!r}"
+    version = f"{DIGITS} 1"
+    classes = BUILT_IN
+    channels = 1
+    slice_names = numbered(BUILT_IN)
+
+    def __init__(self) -> None:
+        """Raises EnvironmentNotFit without scikit-learn."""
+        images, self.labels = _load()
+        self._images = (images.astype(np.float32) * (255 / _BRIGHTEST)).round().astype(np.uint8)[..., None]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self._images[i]), int(self.labels[i])
+
+
+class DigitHalves(Labelled):
+    """Sample i is ((upper, lower), i): the halves of an image as (32,) int64 tokens from 0 to 16, for a model that
+    learns which belong together."""
+
+    name = f"data.path = {DIGITS!r}"
+    version = f"{DIGITS} 1, halves"
+    slice_names = numbered(BUILT_IN)
+
+    def __init__(self) -> None:
+        """Raises EnvironmentNotFit without scikit-learn."""
+        images, self.labels = _load()
+        self._pixels = torch.from_numpy(images.reshape(len(images), 2 * DIGIT_HALF).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+        pixels = self._pixels[i]
+        return (pixels[:DIGIT_HALF], pixels[DIGIT_HALF:]), i

@@ -1,0 +1,95 @@
+"""The order of the samples: a pure function of (seed, epoch, sample index), in constant memory.
+
+A Feistel network permutes the integers below a power of four; what falls outside the data set is permuted again until
+it falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So sample i of an
+epoch is found without a list of all samples, on every rank alike, at once after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from clustertrain.train.core.seeds import derive
+
+_ROUNDS = 6
+_U64 = np.uint64
+
+Indices = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _mix(x: Indices) -> Indices:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+class Permutation:
+    """Order of ``size`` samples in one epoch."""
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self._size = _U64(size)
+        half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half, self._mask = _U64(half), _U64((1 << half) - 1)
+        self._keys = [_U64(derive(seed, "order", epoch, r)) for r in range(_ROUNDS)]
+
+    def _once(self, x: Indices) -> Indices:
+        left, right = x >> self._half, x & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right + key) & self._mask)
+        return (left << self._half) | right
+
+    def __call__(self, index: Indices) -> Indices:
+        """Samples at positions ``index``, each below ``size``."""
+        with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
+            x = self._once(index.astype(_U64))
+            while (outside := x >= self._size).any():
+                x[outside] = self._once(x[outside])
+        return x
+
+
+class LeftOut:
+    """Ranges of positions in the stream that no batch takes anything from."""
+
+    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
+        """``ranges``: (first, end) pairs, ``end`` not in it."""
+        self.ranges: list[tuple[int, int]] = []
+        for first, end in ranges:
+            self.add(first, end)
+
+    def add(self, first: int, end: int) -> None:
+        """One that touches others becomes one with them; one that is there already changes nothing."""
+        apart = [(a, b) for a, b in self.ranges if b < first or a > end]
+        touching = [r for r in self.ranges if r not in apart]
+        if end > first:
+            merged = (min([first, *(a for a, _ in touching)]), max([end, *(b for _, b in touching)]))
+            self.ranges = sorted([*apart, merged])
+
+    def runs(self, position: int, count: int) -> list[tuple[int, int]]:
+        """The next ``count`` positions from ``position`` on, as (first, how many) pairs."""
+        found: list[tuple[int, int]] = []
+        for first, end in [*self.ranges, (None, None)]:
+            if end is not None and end <= position:
+                continue
+            n = count if first is None else min(count, max(0, first - position))
+            if n:
+                found.append((position, n))
+                position, count = position + n, count - n
+            if not count:
+                break
+            position = end if end is not None else position
+        return found
+
+
+def samples(seed: int, size: int, start: int, count: int) -> list[int]:
+    """The samples at positions ``start`` to ``start + count`` of the endless stream of epochs."""
+    found: list[int] = []
+    while count > 0:
+        epoch, offset = divmod(start, size)
+        n = min(count, size - offset)
+        found += Permutation(size, seed, epoch)(np.arange(offset, offset + n, dtype=_U64)).tolist()
+        start, count = start + n, count - n
+    return found

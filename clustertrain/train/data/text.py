@@ -1,0 +1,91 @@
+"""Byte-level text: the built-in trainer's data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Dataset
+
+from clustertrain.config.data import DataSpec
+from clustertrain.errors import ConfigError
+from clustertrain.train.data.text_files import STDLIB, files
+
+
+def corpus(spec: DataSpec, needed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """All bytes of the corpus, up to ``spec.max_bytes``. Raises ConfigError for fewer than ``needed``."""
+    found = np.frombuffer(b"".join(_chunks(spec)), dtype=np.uint8)
+    if found.size < needed:
+        raise ConfigError(
+            f"data.path = {spec.path!r}: {found.size} bytes are less than one sample of {needed}",
+            fix="lower data.seq_len or give more text",
+        )
+    return found
+
+
+def _chunks(spec: DataSpec) -> Iterator[bytes]:
+    left = spec.max_bytes
+    for path in files(spec):
+        data = path.read_bytes()[:left]
+        left -= len(data)
+        yield data
+        if left <= 0:
+            return
+
+
+def version_of(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    """Tells whether it is the same text: a checksum."""
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(data.data)}"
+
+
+class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Sample i is (inputs, targets), both (seq_len,) int64 ids: bytes from ``i * seq_len`` on, and the same one byte
+    later, since each byte's target is the next one."""
+
+    is_stream = True
+
+    def __init__(self, spec: DataSpec) -> None:
+        """Raises ConfigError when the corpus is shorter than one sample."""
+        self.name = f"data.path = {spec.path or STDLIB!r}"
+        self._seq_len = spec.seq_len
+        self._bytes = corpus(spec, spec.seq_len + 1)
+        self.version = version_of(self._bytes)
+
+    def __len__(self) -> int:
+        return (self._bytes.size - 1) // self._seq_len
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = i * self._seq_len
+        tokens = torch.from_numpy(self._bytes[start : start + self._seq_len + 1].astype(np.int64))
+        return tokens[:-1], tokens[1:]
+
+    def where(self, i: int) -> str:
+        return f"from byte {i * self._seq_len} on"
+
+
+class BytePairs(Dataset[tuple[tuple[torch.Tensor, torch.Tensor], int]]):
+    """Sample i is ((first, second), i): two passages of seq_len bytes as int64 ids, the second one right behind the
+    first."""
+
+    is_stream = True
+
+    def __init__(self, spec: DataSpec) -> None:
+        """Raises ConfigError when the corpus is shorter than one pair."""
+        self.name = f"data.path = {spec.path or STDLIB!r}"
+        self._seq_len = spec.seq_len
+        self._bytes = corpus(spec, 2 * spec.seq_len)
+        self.version = version_of(self._bytes)
+
+    def __len__(self) -> int:
+        return self._bytes.size // (2 * self._seq_len)
+
+    def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+        start = i * 2 * self._seq_len
+        both = torch.from_numpy(self._bytes[start : start + 2 * self._seq_len].astype(np.int64))
+        return (both[: self._seq_len], both[self._seq_len :]), i
+
+    def where(self, i: int) -> str:
+        return f"from byte {i * 2 * self._seq_len} on"

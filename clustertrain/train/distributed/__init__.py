@@ -1,0 +1,1 @@
+"""Turns a layout into process groups and applies it to a model."""

@@ -1,0 +1,109 @@
+"""How the repeated layers compute: in fp8, checkpointed, compiled, unit by unit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed.data_parallel import units
+from clustertrain.train.profiling.compile_trial import inductor
+
+aten = torch.ops.aten
+# Dear to redo: matmuls, convolutions and attention. All else is redone in the backward pass: norms, activation
+# functions, casts (the idea of Korthikanti et al., arXiv 2205.05198, section 5, with the choice by operator).
+_KEPT = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.convolution.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+SMALL = 1024  # elements: a transfer of fewer takes longer than it is worth
+
+
+def apply(model: nn.Module, context: RankContext) -> None:
+    """Convert, checkpoint and compile the repeated layers of ``model``, in place and without a change of any name."""
+    if context.precision == "fp8":
+        from clustertrain.train.distributed import fp8
+
+        fp8.apply(model, context.device)
+    if context.parallel.channels_last:
+        model.register_forward_pre_hook(_channels_last)
+    kind = context.layout.activation_checkpointing
+    if context.parallel.compile:
+        # What a layer remembers in its forward pass (angles of positions) need not be remembered a second time.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for _, unit in units(model):
+        if context.parallel.activation_offload:
+            unit.forward = _offloaded(unit)
+        if kind != "none":
+            options: dict[str, Any] = {"use_reentrant": False}
+            if kind == "selective":
+                options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            # On the instance: a wrapper module would rename every parameter in it.
+            unit.forward = _checkpointed(unit.forward, options)
+        if context.parallel.compile:
+            unit.compile(fullgraph=kind == "none", backend=inductor)
+
+
+def _channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The weights stay as they are, since ``fully_shard`` takes contiguous ones only: a convolution goes by either."""
+    found: tuple[Any, ...] = tree_map_only(
+        torch.Tensor,
+        lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 and t.is_floating_point() else t,
+        inputs,
+    )
+    return found
+
+
+def _offloaded(unit: nn.Module) -> Callable[..., Any]:
+    """The forward pass of ``unit``; what autograd keeps of it lies in host memory until the backward pass asks for it.
+    Not the parameters, which are there anyway: torch's ``save_on_cpu`` copies them too."""
+    forward = unit.forward
+
+    def kept_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        # Those of now: fully_shard has put the gathered ones in place just before.
+        held = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+
+        def pack(kept: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if kept.untyped_storage().data_ptr() in held or kept.numel() < SMALL:
+                return kept.device, kept
+            pinned = kept.device.type == "cuda"
+            there = torch.empty(kept.size(), dtype=kept.dtype, layout=kept.layout, pin_memory=pinned)
+            return kept.device, there.copy_(kept, non_blocking=pinned)
+
+        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            device, there = packed
+            return there.to(device, non_blocking=there.is_pinned())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return kept_elsewhere
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A function and no partial of ``checkpoint``: in that dynamo sees torch's own frames alone, and compiles none."""
+
+    def redone(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return redone
+
+
+def _policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,138 @@
+"""Long sequences split over ranks: each rank has one contiguous chunk and attends to the keys and values of all before
+it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from clustertrain.errors import ConfigError, EnvironmentNotFit, UsageError
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed import divisibility, dropout
+
+
+class SelfAttention(nn.Module):
+    """Scaled-dot-product attention of sequences to themselves, to the whole of them also where this rank holds a part.
+
+    It has no parameters. A model of one's own that is to run under context parallel uses it in place of
+    ``F.scaled_dot_product_attention``, and :meth:`first_position` for what depends on the position.
+    """
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+        self.mesh: DeviceMesh | None = None
+        self.rank = 0
+        self.ring = False
+
+    def first_position(self, length: int) -> int:
+        """Where in the sequence this rank's ``length`` tokens begin."""
+        return self.rank * length
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """``q`` (batch, heads, length, head_dim), ``k`` and ``v`` the same with as many heads or a divisor of that
+        number; returns what ``q`` looks like."""
+        grouped = q.shape[1] != k.shape[1]
+        if self.mesh is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        if self.ring:
+            return _ring(q, k, v, self.mesh, causal=self.causal)
+        k, v = _gathered(torch.stack((k, v)), self.mesh).unbind()
+        if not self.causal:
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        length = q.shape[2]
+        seen = self.first_position(length) + length
+        k, v = k[:, :, :seen], v[:, :, :seen]
+        if self.rank == 0:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        # is_causal would put the diagonal of a mask that is not square at its upper left.
+        mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(seen - length)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _gathered(pair: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """(2, batch, heads, length, head_dim) of every rank, one after the other along the length; its gradient is summed
+    over the ranks and split again."""
+    from torch.distributed._functional_collectives import all_gather_single_autograd
+
+    whole: torch.Tensor = all_gather_single_autograd(pair.contiguous(), gather_dim=3, group=mesh)
+    return whole
+
+
+def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, *, causal: bool) -> torch.Tensor:
+    """Keys and values go round while each rank attends to those it has; what torch makes of an attention of DTensors
+    once its dispatcher for context parallel is on. It knows no grouped heads."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+    q, k, v = (DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in (q, k, v))
+    out: Any = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    local: torch.Tensor = out.to_local()
+    return local
+
+
+def check(model: nn.Module, context: RankContext) -> None:
+    """Whether the whole ``model`` can run with its sequences split.
+
+    Raises:
+        ConfigError: it has no :class:`SelfAttention`, or drops attention weights; ring attention without a GPU.
+    """
+    cp = context.layout.cp
+    if context.parallel.context == "ring" and context.device.type == "cpu":
+        raise EnvironmentNotFit(
+            'parallel.context = "ring": torch has ring attention for GPUs only, and the device is cpu',
+            fix='use parallel.context = "all-gather"',
+        )
+    dropout.refuse_in_attention(model, f"cp {cp}")
+    if not any(isinstance(m, SelfAttention) for m in model.modules()):
+        raise ConfigError(
+            f"cp {cp}: {type(model).__name__} would attend inside each of the {cp} chunks of a sequence alone",
+            fix="use clustertrain.train.distributed.context_parallel.SelfAttention for its attention, or cp = 1",
+        )
+
+
+def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
+    """Let every :class:`SelfAttention` of ``part``, a model or a pipeline stage of it, attend across ``mesh``."""
+    ring = context.parallel.context == "ring"
+    if ring:
+        _enable_ring()
+    for module in part.modules():
+        if isinstance(module, SelfAttention):
+            module.mesh, module.ring, module.rank = mesh, ring, mesh.get_local_rank()
+
+
+def _enable_ring() -> None:
+    from torch.distributed.tensor.experimental import _attention
+
+    # Its own balancing hands each rank a chunk from the front and one from the back; ours are contiguous.
+    _attention._cp_options.enable_load_balance = False
+    # The public context manager also cuts the tensors it is given, in place, and must stand around the backward pass.
+    _attention._enable_context_parallel_dispatcher()
+
+
+def slice_pair(pair: Any, mesh: DeviceMesh) -> Any:
+    """This rank's chunk of each tensor (batch, length, ...) in ``pair``, (inputs, target).
+
+    Raises:
+        ConfigError: a length does not divide over the ranks.
+        UsageError: a tensor without a length.
+    """
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+
+    def chunk(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() < 2:
+            raise UsageError(
+                f"context parallel splits tensors (batch, length, ...); the batch has one of shape {tuple(t.shape)}",
+                fix="give inputs and targets a value for each position, or use cp = 1",
+            )
+        divisibility.check("the length of the sequences", t.shape[1], "cp", ranks)
+        length = t.shape[1] // ranks
+        return t.narrow(1, rank * length, length)
+
+    return tree_map_only(torch.Tensor, chunk, pair)

@@ -1,0 +1,46 @@
+"""8-bit matmuls through torchao: inputs and weights e4m3, gradients e5m2, scaled tensor by tensor as they come.
+
+What it does to speed and accuracy: "FP8 Formats for Deep Learning", arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from clustertrain.errors import EnvironmentNotFit
+from clustertrain.train.distributed.data_parallel import units
+
+_FIRST_CAPABILITY = (8, 9)  # Ada
+_MULTIPLE = 16  # what the 8-bit matmul wants of both sizes of a weight
+
+
+def apply(model: nn.Module, device: torch.device) -> None:
+    """Let the Linear layers of the repeated units of ``model`` compute in fp8, in place; parameters and their names
+    stay. Embeddings, norms and the head stay in bf16, where 8 bits cost the most. On the CPU fp8's numbers are made
+    without its speed.
+
+    Raises:
+        EnvironmentNotFit: torchao is missing, or the GPU has no 8-bit matmul.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise EnvironmentNotFit("precision fp8 needs torchao", fix="pip install 'clustertrain[fp8]'")
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FIRST_CAPABILITY:
+            raise EnvironmentNotFit(
+                f"precision fp8: {torch.cuda.get_device_name(device)} has compute capability "
+                f"{capability[0]}.{capability[1]}, and 8-bit matmuls begin at 8.9",
+                fix="use train.precision = 'bf16'",
+            )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    for _, unit in units(model):
+        convert_to_float8_training(unit, config=config, module_filter_fn=_fits)
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)

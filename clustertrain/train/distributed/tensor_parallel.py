@@ -1,0 +1,233 @@
+"""Split the layers of a model over ranks (Shoeybi et al., arXiv 1909.08053), and what lies between them along the
+sequence (Korthikanti et al., arXiv 2205.05198), as a plan says: module name pattern -> word.
+
+Between modules all tensors are plain and local. What the plan calls the residual stream is whole on each rank, or with
+sequence parallel this rank's part of (batch, length, ...). Every parameter becomes a DTensor, so that optimizer, norm
+and checkpoint treat all alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from clustertrain.errors import ConfigError, EnvironmentNotFit
+from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed import divisibility, dropout, tied_weights
+
+WORDS: Mapping[str, str] = {
+    "colwise": "a Linear split by outputs; takes the residual stream, returns its part of the features",
+    "rowwise": "a Linear split by inputs; takes its part of the features, returns the residual stream",
+    "embedding": "an Embedding split by rows; takes whole indices, returns the residual stream",
+    "gather": "takes the residual stream, which is made whole once for all colwise layers inside",
+    "sequence": "works on the residual stream as it is (norms)",
+    "replicated": "works on whole tensors, the same on each rank",
+    "head": "a Linear, or a module given the weight, split by outputs; returns logits, split for loss_parallel",
+}
+_COVERS_ALL_INSIDE = ("sequence", "replicated")
+
+
+def matches(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, nn.Module, str]]:
+    """(pattern, name, module, word) in the order of ``plan``; a ``*`` stands for one part of a dotted name."""
+    for pattern, word in plan.items():
+        wanted = pattern.split(".")
+        for name, module in model.named_modules():
+            parts = name.split(".")
+            if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+                yield pattern, name, module, word
+
+
+def check(model: nn.Module, context: RankContext) -> None:
+    """Raises ConfigError as :func:`check_plan`, and for async_tp without GPUs."""
+    if context.parallel.async_tp and context.device.type == "cpu":
+        raise EnvironmentNotFit(
+            "parallel.async_tp overlaps collectives with matmuls through the GPUs' memory, and the device is cpu",
+            fix="leave it out",
+        )
+    check_plan(model, context.layout.tp)
+
+
+def check_plan(model: nn.Module, tp: int) -> None:
+    """Whether the whole ``model`` can be split over ``tp`` ranks as its ``tp_plan`` says. Its ``tp_divides``, if it has
+    one, names sizes that must divide over the ranks, finer than what the layers show: the heads of an attention.
+
+    Raises:
+        ConfigError: no plan, an unknown word, a pattern that fits no module, two that fit the same one, a parameter
+            that no pattern covers, a size that does not divide, dropout that would differ.
+    """
+    plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"tp {tp}: {type(model).__name__} has no tp_plan",
+            fix='hand one to session.parallelize(model, tp_plan={"layers.*.up": "colwise", ...}), or use tp = 1',
+        )
+    for pattern, word in plan.items():
+        if word not in WORDS:
+            raise ConfigError(f"tp_plan: {pattern!r}: {word!r} is none of {', '.join(WORDS)}")
+    found = list(matches(model, plan))
+    for pattern in plan:
+        if not any(p == pattern for p, *_ in found):
+            raise ConfigError(
+                f"tp_plan: {pattern!r} fits no module of {type(model).__name__}",
+                fix="a * stands for one part of a name; model.named_modules() lists them",
+            )
+    _check_once(found)
+    for what, size in getattr(model, "tp_divides", {}).items():
+        divisibility.check(what, size, "tp", tp)
+    for _, name, module, word in found:
+        _check_layer(name, module, word, tp)
+    _check_covered(model, found)
+    dropout.refuse_in_attention(model, f"tp {tp}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ConfigError(
+                f"{name}: {type(module).__name__} would drop other values on each of the {tp} ranks that share them",
+                fix="use clustertrain.train.distributed.dropout.Dropout",
+            )
+
+
+def _check_once(found: list[tuple[str, str, nn.Module, str]]) -> None:
+    """A module that is split is not split again. ``gather`` goes around those that are split inside, and so may stand
+    beside another word."""
+    before: dict[tuple[str, bool], str] = {}
+    for pattern, name, _, word in found:
+        other = before.setdefault((name, word == "gather"), pattern)
+        if other != pattern:
+            raise ConfigError(
+                f"tp_plan: {other!r} and {pattern!r} both fit {name}, which can be split once",
+                fix="narrow one of them, or leave it out",
+            )
+
+
+def _check_layer(name: str, module: nn.Module, word: str, tp: int) -> None:
+    kind = nn.Embedding if word == "embedding" else nn.Linear
+    if word in ("colwise", "rowwise", "embedding") and not isinstance(module, kind):
+        raise ConfigError(f"tp_plan: {name} is a {type(module).__name__}; {word!r} is for {kind.__name__}")
+    if isinstance(module, nn.Linear) and word in ("colwise", "head"):
+        divisibility.check(f"{name}.out_features", module.out_features, "tp", tp)
+    elif isinstance(module, nn.Linear) and word == "rowwise":
+        divisibility.check(f"{name}.in_features", module.in_features, "tp", tp)
+    elif isinstance(module, nn.Embedding) and word == "embedding":
+        divisibility.check(f"{name}.num_embeddings", module.num_embeddings, "tp", tp)
+
+
+def _check_covered(model: nn.Module, found: list[tuple[str, str, nn.Module, str]]) -> None:
+    covered: set[int] = set()
+    for _, _, module, word in found:
+        if word != "gather":
+            covered |= {id(m) for m in (module.modules() if word in _COVERS_ALL_INSIDE else [module])}
+    for place in tied_weights.places(model):
+        if id(place.module) not in covered:
+            raise ConfigError(
+                f"tp_plan: no pattern covers parameter {place.name}, whose gradient could then be that of one rank's "
+                "part",
+                fix='add its module: "sequence" where it works on the residual stream, "replicated" on whole tensors',
+            )
+
+
+def apply(part: nn.Module, context: RankContext, mesh: DeviceMesh) -> None:
+    """Split ``part``, a model that passed :func:`check` or a pipeline stage of it, over ``mesh``, in place.
+
+    Raises:
+        ConfigError: two modules share a parameter, which the plan splits in two ways.
+    """
+    if context.parallel.async_tp:
+        import torch._inductor.config as inductor
+
+        inductor._micro_pipeline_tp = True
+    styles = _styles(context)
+    with tied_weights.kept(part):
+        for _, _, module, word in matches(part, part.tp_plan):  # type: ignore[arg-type]
+            for style in styles[word](module):
+                # All ranks have the same values, or none yet: each takes its part of its own.
+                parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def loss_context(context: RankContext) -> AbstractContextManager[object]:
+    """Around forward, loss and backward: cross-entropy of logits that are split over the vocabulary."""
+    if context.layout.tp > 1 and context.parallel.loss_parallel:
+        return loss_parallel()
+    return nullcontext()
+
+
+def _styles(context: RankContext) -> dict[str, Callable[[nn.Module], list[ParallelStyle]]]:
+    stream: Placement = Shard(1) if context.layout.sequence_parallel else Replicate()
+    split = context.parallel.loss_parallel
+    logits: Placement = Shard(-1) if split else Replicate()
+
+    def head(module: nn.Module) -> list[ParallelStyle]:
+        if isinstance(module, nn.Linear):
+            return [ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not split)]
+        given = PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=logits, use_local_output=not split)
+        return [_Gather(stream), given]
+
+    return {
+        "colwise": lambda _: [ColwiseParallel(input_layouts=stream)],
+        "rowwise": lambda _: [_Rowwise(output_layouts=stream)],
+        "embedding": lambda _: [_Rowwise(input_layouts=Replicate(), output_layouts=stream)],
+        "gather": lambda _: [_Gather(stream)],
+        "sequence": lambda _: [_Whole(stream)],
+        "replicated": lambda _: [_Whole(Replicate())],
+        "head": head,
+    }
+
+
+class _Rowwise(RowwiseParallel):
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        if output_layouts == (Shard(1),):
+            divisibility.check(
+                "the length of the sequences (a rank's part of it)", outputs.shape[1], "tp", device_mesh.size()
+            )
+        return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
+
+
+class _Gather(ParallelStyle):
+    """Makes the first argument whole. Torch's PrepareModuleInput wants a word on each of them."""
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            split = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
+            return (split.redistribute(placements=[Replicate()], async_op=True), *inputs[1:])
+
+        module.register_forward_pre_hook(whole)
+        return module
+
+
+class _Whole(ParallelStyle):
+    """Whole parameters; inputs and outputs as ``stream`` says. SequenceParallel is this for one leaf module and
+    ``Shard(1)``."""
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = (stream,)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            None,
+            functools.partial(SequenceParallel._prepare_input_fn, self._stream),
+            functools.partial(SequenceParallel._prepare_output_fn, True),
+        )

@@ -1,0 +1,1 @@
+"""The models and losses that a recipe can name."""

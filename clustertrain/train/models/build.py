@@ -1,0 +1,114 @@
+"""What a recipe trains: a model, what it learns from, and what it minimises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from clustertrain.config import cross_checks
+from clustertrain.config.recipe import ModelSpec, Recipe
+from clustertrain.errors import ConfigError
+from clustertrain.train.core import entry_points
+from clustertrain.train.data.datasets import datasets, limits_of
+from clustertrain.train.data.loader import MapStyle
+from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.models import losses, train_mode
+from clustertrain.train.models.convnet import ConvNet
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.models.two_tower import TwoTower
+from clustertrain.train.step.train_step import Loss
+
+
+@dataclass(frozen=True)
+class Task:
+    """``model`` is on the meta device where it can fill its own parameters, else on the CPU. ``validation`` is what is
+    kept apart, in its own order; None where the recipe keeps nothing apart. ``limits`` is what the model takes of
+    either."""
+
+    model: nn.Module
+    dataset: MapStyle
+    loss: Loss
+    validation: MapStyle | None = None
+    limits: Limits | None = None
+    left_eval_mode: Sequence[str] = ()  # modules that came in evaluation mode and are in training mode now
+
+
+def task(recipe: Recipe, *, to_look_at: bool = False) -> Task:
+    """The task of ``recipe``.
+
+    Args:
+        to_look_at: nothing will fill the model, so it is on the meta device wherever it can be built there.
+
+    Raises:
+        ConfigError: model and data do not fit each other, or one of them is not there; a key that its loss does not
+            read.
+    """
+    spec = recipe.model
+    made = model(spec, to_look_at=to_look_at)
+    own = own_loss(recipe, made)
+    limits = limits_of(recipe, made, own_loss=own is not None)
+    data = datasets(recipe, limits)
+    loss = losses.objective(recipe) if own is None else own
+    return Task(made, data.train, loss, data.validation, limits, train_mode.set_train_mode(made))
+
+
+def own_loss(recipe: Recipe, made: nn.Module) -> Loss | None:
+    """What the module ``made`` by an entry brings with it; None where it brings none, or ``recipe`` names a kind, which
+    wins over it.
+
+    Raises:
+        ConfigError: a key that has no effect with it, or that names what is not measured then.
+    """
+    found: Any = getattr(made, "loss", None)
+    if not (recipe.model.entry and callable(found) and recipe.objective.kind == "auto"):
+        return None
+    if recipe.objective.label_smoothing:
+        raise ConfigError(
+            f"objective.label_smoothing = {recipe.objective.label_smoothing:g} has no effect with the loss of "
+            f"{recipe.model.entry}",
+            fix='remove it, or set objective.kind = "cross-entropy"',
+        )
+    cross_checks.check_own_loss(recipe)
+    own: Loss = found
+    return own
+
+
+def model(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
+    """Raises as :func:`task`."""
+    return entry(spec, to_look_at=to_look_at) if spec.entry else _built_in(spec)
+
+
+def _built_in(spec: ModelSpec) -> nn.Module:
+    with torch.device("meta"):
+        if spec.kind == "convnet":
+            return ConvNet(spec.convnet)
+        return TwoTower(spec) if spec.kind == "two-tower" else Decoder(spec)
+
+
+def entry(spec: ModelSpec, *, to_look_at: bool = False) -> nn.Module:
+    """The module that ``model.entry`` makes of ``model.args``: on the meta device if it has ``init_parameter`` (or
+    nobody wants its values), else on the CPU, with the values that it gives itself.
+
+    Raises:
+        ConfigError: there is no such function, it does not take the arguments, or what it returns is no module.
+    """
+    make = entry_points.function(spec.entry, "model.entry")
+    entry_points.check_arguments(make, spec.entry, spec.args, "model.args")
+    try:
+        with torch.device("meta"):
+            model: Any = make(**spec.args)
+    except RuntimeError:  # it computes with values while it is built, which there are none of
+        model = make(**spec.args)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.entry = {spec.entry!r} returned {type(model).__name__}", fix="return a torch.nn.Module"
+        )
+    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if on_meta and not to_look_at and not callable(getattr(model, "init_parameter", None)):
+        made: nn.Module = make(**spec.args)
+        return made
+    return model

@@ -1,0 +1,173 @@
+"""A Llama-style decoder: RMSNorm, rotary embeddings, SwiGLU, grouped-query attention, scaled-dot-product attention."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clustertrain.config.recipe import ModelSpec
+from clustertrain.train.distributed.context_parallel import SelfAttention
+from clustertrain.train.distributed.dropout import Dropout
+
+
+class RotaryTable:
+    """Cosines and sines of the rotary embedding, made when first needed: not a buffer, so that a model built on the
+    meta device needs no second initialisation and a checkpoint does not hold what a formula gives."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get(self, length: int, device: torch.device, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two fp32 tables of shape (length, head_dim / 2), for the positions from ``first`` on."""
+        end = first + length
+        if self._cached is None or self._cached[0].shape[0] < end or self._cached[0].device != device:
+            exponent = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float32) / self._head_dim
+            angles = torch.outer(torch.arange(end, device=device, dtype=torch.float32), self._theta**-exponent)
+            self._cached = angles.cos(), angles.sin()
+        cos, sin = self._cached
+        return cos[first:end], sin[first:end]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn pairs (i, i + head_dim/2) of ``x`` (batch, heads, length, head_dim) by their position's angle, in fp32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
+        super().__init__()
+        self.head_dim = spec.dim // spec.heads
+        self.table = table
+        self.q = nn.Linear(spec.dim, spec.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(spec.dim, spec.kv_heads * self.head_dim, bias=False)
+        self.core = SelfAttention(causal=causal)
+        self.out = nn.Linear(spec.heads * self.head_dim, spec.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        cos, sin = self.table.get(length, x.device, self.core.first_position(length))
+        # As many heads as the projections have on this rank: tensor parallel splits them.
+        q = rotate(self.q(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
+        k = rotate(self.k(x).view(batch, length, -1, self.head_dim).transpose(1, 2), cos, sin)
+        v = self.v(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        y: torch.Tensor = self.core(q, k, v)
+        out: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.dim, spec.hidden, bias=False)
+        self.up = nn.Linear(spec.dim, spec.hidden, bias=False)
+        self.down = nn.Linear(spec.hidden, spec.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, table: RotaryTable, *, causal: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.attention = Attention(spec, table, causal=causal)
+        self.ffn_norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.ffn = FeedForward(spec)
+        # Two, since a mask follows from its layer's name.
+        self.dropout1, self.dropout2 = Dropout(spec.dropout), Dropout(spec.dropout)
+
+    def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.dropout1(self.attention(self.attention_norm(x)), samples)
+        out: torch.Tensor = x + self.dropout2(self.ffn(self.ffn_norm(x)), samples)
+        return out
+
+
+def initialise(spec: ModelSpec, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill the whole parameter ``name`` of a transformer of :class:`Block`: ones for norms, else normal with deviation
+    0.02, smaller by the depth for what writes to the residual stream, so that its variance does not grow with the
+    number of layers."""
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+        return
+    residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * spec.layers) if residual else 0.02
+    tensor.normal_(0.0, deviation, generator=generator)
+
+
+class TiedHead(nn.Module):
+    """Logits from the embedding's weight. A module, so that a layout can say how it is split."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+
+class Decoder(nn.Module):
+    """Token ids (batch, length) to logits (batch, length, vocab_size).
+
+    A pipeline stage is this module with the units of other stages taken out: without ``norm`` it returns hidden states
+    (batch, length, dim), and such are what it takes where the embedding is another stage's.
+    """
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "embed": "embedding",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention": "gather",
+        "layers.*.attention.[qkv]": "colwise",
+        "layers.*.attention.out": "rowwise",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn": "gather",
+        "layers.*.ffn.gate": "colwise",
+        "layers.*.ffn.up": "colwise",
+        "layers.*.ffn.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    }
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        table = RotaryTable(spec.dim // spec.heads, spec.rope_theta)
+        self.embed: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
+        self.dropout = Dropout(spec.dropout)
+        # A dict, so that a stage that holds only some layers has them under the same names.
+        self.layers = nn.ModuleDict({str(i): Block(spec, table) for i in range(spec.layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        head = TiedHead() if spec.tie_embeddings else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.head: nn.Module | None = head
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        """What must divide over the ranks of tensor parallel."""
+        spec = self.spec
+        sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn_dim": spec.hidden, "vocab_size": spec.vocab_size}
+        return {f"model.{name}": size for name, size in sizes.items()}
+
+    def forward(self, tokens: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """``samples`` (batch,) int64: the place of each sample in the run, which decides what dropout drops."""
+        x = tokens
+        if samples is not None:
+            samples = samples.to(tokens.device, non_blocking=True)
+        if not tokens.is_floating_point():
+            assert self.embed is not None
+            x = self.dropout(self.embed(tokens), samples)
+        for layer in self.layers.values():
+            x = layer(x, samples)
+        if self.norm is None:
+            return x
+        assert self.head is not None
+        # Tied through the function and not by one parameter under two names, which building on meta would untie.
+        tied = (self.embed.weight,) if self.spec.tie_embeddings and self.embed is not None else ()
+        logits: torch.Tensor = self.head(self.norm(x), *tied)
+        return logits
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        initialise(self.spec, name, tensor, generator)

@@ -1,0 +1,1 @@
+"""The profiler, the compile trial and the forward timer."""

@@ -1,0 +1,1 @@
+"""The session that scripts call, its step loop, and its checkpoints."""

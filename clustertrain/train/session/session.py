@@ -1,0 +1,339 @@
+"""``clustertrain.session()``: what a training script needs to run on any number of ranks and survive being stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clustertrain.checkpoint.core.state_dict import parts
+from clustertrain.errors import UsageError
+from clustertrain.train.data.loader import Loader, MapStyle, workers_for
+from clustertrain.train.data.sample_checks import Limits
+from clustertrain.train.distributed import data_parallel, grad_norm, mesh
+from clustertrain.train.distributed.parallelize import parallelize
+from clustertrain.train.distributed.precision import autocast
+from clustertrain.train.evaluation.schedule import Evaluations
+from clustertrain.train.models import train_mode
+from clustertrain.train.optim import build, param_groups, param_info, registry
+from clustertrain.train.session.evaluation_api import Evaluating
+from clustertrain.train.session.metrics_writer import Scalar
+from clustertrain.train.session.step_loop import Steps
+from clustertrain.train.stability.clipping import Clipping
+from clustertrain.train.stability.monitor import Watch
+from clustertrain.train.step.train_step import Loss, Stepped, TrainStep
+
+log = logging.getLogger(__name__)
+
+
+def session(
+    *,
+    checkpoint_dir: str | Path | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    timeout_s: float = 600.0,
+) -> Session:
+    """A :class:`Session`, to be used in a ``with`` statement.
+
+    Args:
+        checkpoint_dir: where checkpoints go; default: the run's own folder, and outside a run nowhere.
+        seed: default: the recipe's, else 1.
+        device: ``cpu`` or ``cuda``; default: the plan's, else cuda where there is one.
+        timeout_s: how long one collective may take (s), and so how long a dead peer can hold a rank.
+
+    Raises (on entering):
+        ConfigError: plan, ranks and device do not fit each other.
+        EnvironmentNotFit: cuda was asked for and cannot be used.
+    """
+    folder = Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir is not None else None
+    return Session(folder, seed, device, timeout_s)
+
+
+class Session(Evaluating):
+    """One rank of a training run. Attributes: ``rank``, ``local_rank``, ``world_size``, ``is_main``, ``device``,
+    ``mesh`` (None for one process), ``seed``, ``step`` (optimizer steps done), ``tokens_per_step`` (set it to have
+    ``tokens_per_s`` reported)."""
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        *,
+        tp_plan: Mapping[str, str] | None = None,
+        freeze: Sequence[str] = (),
+        unfreeze: Iterable[tuple[int, Sequence[str]]] = (),
+    ) -> nn.Module:
+        """``model`` on the device, replicated or sharded as the plan says. Make the optimizer after it. Collective.
+
+        A model built on the meta device is filled by its own ``init_parameter(name, tensor, generator)``; of another
+        one rank 0's values count. One in pipeline stages cannot be called: :meth:`train_step` drives it.
+
+        Args:
+            tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
+                words of ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
+            freeze: patterns of names of modules that are not trained.
+            unfreeze: (step, patterns): the modules are trained by :meth:`train_step` from optimizer step number
+                ``step`` on, counted from 1, and until then frozen, whatever ``freeze`` says.
+
+        Raises:
+            ConfigError: a pattern that fits nothing, nothing is left to train, or the layout does not fit the model.
+        """
+        if tp_plan is not None:
+            model.tp_plan = dict(tp_plan)  # type: ignore[assignment]
+        self._parameters = param_info.describe(model)
+        self._thaws = param_info.thaws(self._parameters, unfreeze)
+        param_info.freeze(model, self._parameters, freeze, self._thaws)
+        self._model = parallelize(model, self._context, self._groups, self.seed)
+        train_mode.on_first_eval_forward(parts(self._model), self._warn_eval_mode)
+        return self._model
+
+    def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
+        if self.is_main:
+            self._warnings.tell(train_mode.warning(names, switched=switched), self.step + 1)
+
+    def parameter_groups(
+        self,
+        optimizer: str = "adamw",
+        *,
+        weight_decay: float = build.DEFAULT_DECAY,
+        layer_decay: float = 1.0,
+        lr_scale: Mapping[str, float] | None = None,
+    ) -> list[dict[str, Any]]:
+        """What of the model is trained, in groups for :meth:`optimizer`. Each has ``weight_decay``, 0 for norms, biases
+        and embeddings, and ``lr_scale``, by which a :class:`LearningRate` multiplies its rate.
+
+        Args:
+            optimizer: the name of what it is for: ``muon`` and ``shampoo`` want hidden matrices apart.
+            layer_decay: the rate of a layer is that of the one above it times this.
+            lr_scale: by pattern of module names what the rate is multiplied by.
+
+        Raises:
+            UsageError: before :meth:`parallelize`.
+            ConfigError: a pattern that fits nothing; ``layer_decay`` of a model whose layers cannot be told.
+        """
+        if self._model is None or self._parameters is None:
+            raise UsageError("session.parameter_groups: call session.parallelize(model) first")
+        return param_groups.parameter_groups(
+            self._model,
+            self._parameters,
+            weight_decay=weight_decay,
+            layer_decay=layer_decay,
+            lr_scale=lr_scale,
+            hidden_apart=registry.kind(optimizer).of_matrices,
+        )
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer] | str, params: Any = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer that fits the layout, for :meth:`train_step`. Made after :meth:`parallelize`.
+
+        Args:
+            cls: a class, or a name that ``optim.name`` of a recipe may have.
+            params: parameters or groups of them; default: all of the model that are trained, for a name in the groups
+                of :meth:`parameter_groups`.
+            options: what ``cls`` takes (``lr`` and so on).
+
+        Raises:
+            UsageError: before :meth:`parallelize`, or a second time.
+            ConfigError: an unknown name, or an optimizer of matrices for a model without.
+            EnvironmentNotFit: a package is missing.
+        """
+        if self._model is None or self._parameters is None:
+            raise UsageError("session.optimizer: call session.parallelize(model) first")
+        if self._train_step is not None:
+            raise UsageError(
+                "session.optimizer: there is an optimizer already, and train_step updates with one only",
+                fix="make one optimizer with several groups: session.optimizer(cls, [{'params': ...}, ...])",
+            )
+        made = build.make(
+            cls,
+            params,
+            options,
+            model=self._model,
+            known=self._parameters,
+            context=self._context,
+            groups=self._groups,
+        )
+        frozen = [(self._thaws[n], p) for n, p in param_groups.trained(self._model) if n in self._thaws]
+        self._train_step = TrainStep(
+            self._model,
+            made,
+            self._context,
+            self._groups,
+            self._loss_scale,
+            event=self._event,
+            frozen=lambda: [p for step, p in frozen if self.step + 1 < step],
+        )
+        self._recorder.watch = Watch(self._model, self._train_step.guard, self._context)
+        self._say_groups(cls if isinstance(cls, str) else cls.__name__, made)
+        return made
+
+    def _say_groups(self, name: str, made: torch.optim.Optimizer) -> None:
+        """Which parameters of rank 0 are trained how."""
+        told = param_groups.told(made)
+        assert self._model is not None
+        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
+        self._event("optimizer", optimizer=name, groups=told, frozen=frozen)
+        if self.is_main:
+            words = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in told)
+            log.info("optimizer %s: %s; frozen: %s", name, words, f"{frozen:,}")
+
+    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
+        """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
+        norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
+        skipped by all of them. Its loss, rate and gradient norm go into the step's row.
+
+        Args:
+            batch: ``(inputs, target)`` of this rank, or a list of such micro-batches, as a loader with ``micro_batch``
+                yields them; the script may have transformed it, sample by sample. Inputs are what the model is called
+                with: a tensor, a tuple, or a dict of arguments, (samples, …) each.
+            loss_fn: called with (output, target); returns the mean over the samples, or a pair (sum, count) where the
+                mean is over something else, tokens say: tensors without dimensions, the count also an int.
+            clip: in place of ``clip_norm``: ``ct.Clipping("value", value=0.5)``, ``ct.Clipping("adaptive")``, …
+
+        Raises:
+            UsageError: before :meth:`optimizer`, or the batch is something else, or comes of a ragged loader and has
+                other micro-batches; both ``clip_norm`` and ``clip``, or a norm below 0.
+        """
+        if self._train_step is None:
+            raise UsageError("session.train_step: make the optimizer with session.optimizer(cls, ...) first")
+        if clip is not None and clip_norm:
+            raise UsageError("session.train_step: give clip_norm or clip, not both")
+        look = self._recorder.looks_at_layers(self.step + 1)
+        how = clip or Clipping(norm=clip_norm)
+        done = self._train_step(batch, self._places.of(batch), loss_fn, how, look)
+        self._recorder.stepped(done, self._train_step.optimizer)
+        return done
+
+    def loader(
+        self,
+        dataset: MapStyle,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        workers: int = 0,
+        ragged: bool = False,
+        prefetch: int = 2,
+        limits: Limits | None = None,
+    ) -> Loader:
+        """An endless iterator over this rank's part of each global batch: ``next(loader)`` once a step. Put it into the
+        state.
+
+        An item is a collated batch on the device, of ``global_batch`` samples over the data-parallel ranks; with
+        ``micro_batch`` a list of batches of so many samples.
+
+        Args:
+            workers: processes that read ahead, for the whole run; -1: as many as this rank's cores allow.
+            prefetch: micro-batches that each worker holds ready.
+            limits: what the model takes, to name the sample that is not so.
+            ragged: allow a global batch that does not divide: ranks then get different numbers of samples, which
+                :meth:`train_step` accounts for and a mean over the ranks of the script's own does not.
+
+        Raises:
+            ConfigError: ``global_batch`` does not divide over the ranks and micro-batches; the data set is empty.
+        """
+        made = Loader(
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            workers=workers_for(workers, self.device, mesh.cores(self._context)),
+            prefetch=prefetch,
+            limits=limits,
+            seed=self.seed,
+            rank=self._context.data_rank,
+            ranks=self._context.layout.data_parallel,
+            device=self.device,
+            ragged=ragged,
+        )
+        self._loaders.append(made)
+        return made
+
+    def accumulate(self, model: nn.Module, micro_batches: list[Any]) -> Iterator[Any]:
+        """The micro-batches of one step; gradients travel between ranks only with the last. Scale the losses."""
+        for i, micro_batch in enumerate(micro_batches):
+            with data_parallel.synchronise(model, last=i == len(micro_batches) - 1):
+                yield micro_batch
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around the forward pass: the plan's precision."""
+        return autocast(self._context)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the global L2 norm of the gradient to ``max_norm`` (0: do not) and return what it was: fp32, without
+        dimensions, on the device and the same on all ranks. Collective, without a host sync."""
+        grad_norm.complete(model.parameters())
+        norm = grad_norm.total_norm(model.parameters(), self.device)
+        if max_norm > 0:
+            grad_norm.scale(model.parameters(), grad_norm.clip_factor(norm, max_norm))
+        return norm
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks of a floating-point tensor, element by element, on the device. Collective, without a
+        host sync."""
+        value = value.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
+    def log(self, **scalars: Scalar) -> None:
+        """Scalars of the step under way, of rank 0. A tensor is read when its value has arrived, one step later.
+
+        Raises:
+            UsageError: a value that is neither number, string, None, nor tensor; on all ranks alike.
+            ConfigError: a tensor of more than one element; by :meth:`steps`, when the step ends.
+        """
+        self._recorder.log(scalars)
+
+    def poll(self) -> bool:
+        """Whether all ranks have agreed to stop. Call it inside long work between two steps (evaluation), equally often
+        on all ranks, and leave that work when it is true: :meth:`steps` then saves and ends the process."""
+        return self._agreement.poll()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank alone has been told to stop. Not agreed, so no reason to leave a collective."""
+        return bool(self._flag)
+
+    def steps(
+        self,
+        total: int,
+        state: dict[str, Any] | None = None,
+        checkpoint_every: int | str | None = None,
+        keep: int | None = None,
+        evaluations: Evaluations | None = None,
+    ) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, 0 to ``total - 1``.
+
+        Before the first one the newest checkpoint that verifies is restored into ``state``. Where the recipe wants a
+        run to go back after a spike or steps that are not finite, an older one is, and lower numbers follow again. One
+        is saved as often as ``checkpoint_every`` says, in the background, and at the end. When the ranks are told to
+        stop, all leave at the same step: they save, unless the steps were bad or there is no time for it, and the
+        process ends by SystemExit: 0 in a run, outside one 75 (1 where nothing is kept).
+
+        Args:
+            total: optimizer steps of the whole run, those before a resume among them.
+            state: modules, optimizers, anything with state_dict and load_state_dict, tensors (filled in place), plain
+                data (replaced in the dict). Of all but shards rank 0's is saved, and every rank gets it.
+            checkpoint_every: steps, a time ("10min") or "auto", as ``every`` of the recipe's ``[checkpoint]``.
+            keep: the newest checkpoints to keep; default: what the recipe says.
+            evaluations: made after the steps at which they are due; the best checkpoint by them is kept too.
+
+        Raises:
+            UsageError: ``total`` is below 0, ``keep`` below 1, or, in a run, a loop before this one has got as far.
+            ConfigError: ``checkpoint_every`` is none of these, or evaluations do not give the deciding metric.
+            CheckpointError: checkpoints exist and none can be restored, or a save failed (on all ranks).
+            Diverged: too many steps in a row were skipped, or the run has gone back too often.
+        """
+        if total < 0 or (keep is not None and keep < 1):
+            raise UsageError(
+                f"session.steps(total={total}, keep={keep}): there cannot be so many",
+                fix="total must be at least 0, keep at least 1",
+            )
+        loop = Steps(self, total, state if state is not None else {}, evaluations)
+        yield from loop.run(checkpoint_every, keep)

@@ -1,0 +1,64 @@
+"""Let an optimizer move, or not, as a flag on the device says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from clustertrain.checkpoint.core.state_dict import keepers
+from clustertrain.train.optim.wrapper import Wrapped
+
+
+def asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` looks at a flag on the device by itself: torch's fused Adam, AdamW, SGD and Adagrad do, on
+    a GPU. For others, and what is made of several, the host must read the flag, and so wait for the device once a
+    step."""
+    inner, *others = (kept.optimizer for kept in keepers(optimizer))
+    if others or inner is not optimizer or isinstance(optimizer, Wrapped):
+        return False  # of ZeRO-1 a rank may own nothing that has state yet, and all must take the same way
+    params = [p for group in inner.param_groups for p in group["params"]]
+    # Until it has its state, it would make some of it of a step that is skipped: SGD's momentum is left unset then.
+    return bool(getattr(inner, "_step_supports_amp_scaling", False)) and all(
+        p.is_cuda and (p.grad is None or p in inner.state) for p in params
+    )
+
+
+def move(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
+    """One step of ``optimizer`` unless ``skip``, a bool on the device that all ranks agree in (None: no). A skipped
+    step leaves weights and state as they are, in all bits."""
+    if skip is None or not asks_the_device(optimizer):
+        if skip is None or not bool(skip):
+            optimizer.step()
+        return
+    inner: Any = keepers(optimizer)[0].optimizer
+    inner.found_inf = skip.float()
+    try:
+        optimizer.step()
+    finally:
+        del inner.found_inf
+
+
+class RunningStatistics:
+    """The running means of batch norms: a forward pass moves them, before anybody knows whether the step counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(_running(model))
+        self._kept: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        self._kept = [b.clone() for b in self._buffers]
+
+    def put_back_where(self, skip: torch.Tensor) -> None:
+        """As they were when they were kept, where ``skip``; no host sync."""
+        for buffer, kept in zip(self._buffers, self._kept, strict=True):
+            buffer.copy_(torch.where(skip, kept, buffer))
+        self._kept = []
+
+
+def _running(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.buffers(recurse=False)

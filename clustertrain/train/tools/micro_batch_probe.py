@@ -1,0 +1,103 @@
+"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of one trial of ``plan --find-micro-batch``, started by torchrun.
+
+It does a few of the trainer's own steps and leaves ``probe-<rank>.json`` beside its result record. The process is fresh
+in each trial: after an out-of-memory error the memory that torch holds says nothing about the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from clustertrain import clock, fsio, settings
+from clustertrain.plan.search.micro_batch import Measured
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.main import as_rank
+
+STEPS = 4  # the first one makes the optimizer's state and loads kernels, and is not timed
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def measure(run: RunDir, limit_bytes: int) -> Measured:
+    """Train a few steps as the plan in ``run`` says.
+
+    Args:
+        limit_bytes: how much memory this process may take on the CPU; more is refused as a GPU refuses it.
+    """
+    from clustertrain.train import trainer as loop
+    from clustertrain.train.session.session import session
+
+    recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+    with session() as s:
+        before = _begin_counting(limit_bytes) if s.device.type == "cpu" else 0
+        trainer = loop.trainer(s, recipe, batch)
+        times = []
+        for _ in range(STEPS):
+            began = clock.monotonic()
+            trainer.step()
+            if s.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(clock.monotonic() - began)
+        step_s = statistics.median(times[1:])
+        if s.device.type == "cpu":
+            return Measured(peak_bytes=max(0, _status_bytes("VmHWM") - before), step_s=step_s)
+        return _of_gpu(step_s)
+
+
+def _of_gpu(step_s: float) -> Measured:
+    free, capacity = torch.cuda.mem_get_info()
+    # The context and NCCL's buffers are in no figure of torch's; what other processes hold counts too, as it should.
+    besides = max(0, capacity - free - torch.cuda.memory_reserved())
+    return Measured(
+        peak_bytes=torch.cuda.max_memory_reserved() + besides,
+        allocated_bytes=torch.cuda.max_memory_allocated(),
+        capacity_bytes=capacity,
+        step_s=step_s,
+    )
+
+
+def _begin_counting(limit_bytes: int) -> int:
+    """Bytes resident now, where the peak begins anew; from here on the process gets ``limit_bytes`` more at most."""
+    # What building a model on the meta device and sharding it import, 0.1 GiB that is the same for every model.
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
+
+    # proc(5): 5 resets the peak resident set size. Otherwise the imports' own peak would hide that of a small model.
+    _CLEAR_REFS.write_text("5")
+    limit = _status_bytes("VmData") + limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None, field
+    return int(found.group(1)) * 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--limit-bytes", type=int, required=True)
+    limit_bytes = parser.parse_args().limit_bytes
+
+    def work(run: RunDir | None) -> None:
+        assert run is not None
+        measured = measure(run, limit_bytes)
+        path = Path(os.environ[settings.RANK_DIR], f"probe-{os.environ['RANK']}.json")
+        fsio.write_json(path, msgspec.to_builtins(measured))
+
+    return as_rank(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
