@@ -101,8 +101,8 @@ def stand_in(folder: Path) -> Stub:
 
 def sample(folder: Path, seconds: float) -> dict[str, Any]:
     """Run the sampler in this process and count the processor time of all its threads."""
-    import clustertrain.agent.surroundings
-    import clustertrain.agent.torchrun  # noqa: F401  (what the agent has anyway)
+    import clustertrain.agent.node_environment
+    import clustertrain.scheduler.torchrun  # noqa: F401  (what the agent has anyway)
 
     before_mb = _memory_mb("VmRSS")
     from clustertrain.telemetry.sampler import Sampler

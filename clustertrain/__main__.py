@@ -6,8 +6,8 @@ import importlib
 import sys
 
 INTERNAL = {
-    "batch": "clustertrain.agent.batch",
-    "agent": "clustertrain.agent.node",
+    "batch": "clustertrain.agent.controller",
+    "agent": "clustertrain.agent.node_agent",
     "train": "clustertrain.train.main",
 }
 

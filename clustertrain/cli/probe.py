@@ -12,14 +12,14 @@ from clustertrain.errors import ClusterTrainError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clustertrain.agent.probe import Found
+    from clustertrain.agent.micro_batch_search import Found
     from clustertrain.plan.search.micro_batch import Trial
     from clustertrain.submit.request import Prepared
 
 
 def find_micro_batch(prepared: Prepared, *, as_json: bool) -> int:
     """Raises ClusterTrainError, after what was found has been shown, where something other than memory ended it."""
-    from clustertrain.agent.probe import find_micro_batch as find
+    from clustertrain.agent.micro_batch_search import find_micro_batch as find
 
     found = find(prepared, lambda line: click.echo(line, err=True))
     if as_json:

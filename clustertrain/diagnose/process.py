@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import proc, schema
-from clustertrain.agent import scratch
+from clustertrain.agent import scratch_run
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
@@ -84,12 +84,12 @@ def diagnose(
         ClusterTrainError: the process has ended without a word.
     """
     with tempfile.TemporaryDirectory(prefix="clustertrain-diagnose-", ignore_cleanup_errors=True) as folder:
-        run = scratch.run_folder(_quiet(prepared), Layout(), _batch(prepared), Path(folder))
-        env = scratch.environment(prepared, run, environ)
+        run = scratch_run.run_folder(_quiet(prepared), Layout(), _batch(prepared), Path(folder))
+        env = scratch_run.environment(prepared, run, environ)
         argv = proc.python_module(prepared.python, "clustertrain.diagnose.main", *checks)
         said = Path(folder) / "said.log"
         device, findings = "", []
-        with scratch.interruptible():
+        with scratch_run.interruptible():
             for told in _lines(argv, env, said):
                 if "error" in told:
                     error = ConfigError if told["exit_code"] == EXIT_CONFIG else ClusterTrainError

@@ -163,7 +163,7 @@ mesh.close_groups()
 
 
 def test_nccl_and_gloo_side_by_side() -> None:
-    from clustertrain.agent.rendezvous import free_port
+    from clustertrain.scheduler.rendezvous import free_port
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env = {**_environ(Path("unused")), **ranks, "MASTER_PORT": str(free_port())}

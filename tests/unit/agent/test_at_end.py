@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustertrain.agent.at_end import LOOK_S, PATIENCE_S, AtEnd
+from clustertrain.agent.hang_at_exit import LOOK_S, PATIENCE_S, AtEnd
 
 
 def ended_after(used_per_s: float, *, others_done_from_s: float = 0.0, until_s: float = 5000.0) -> float | None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.batch import Batch
+from clustertrain.agent.controller import Batch
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe

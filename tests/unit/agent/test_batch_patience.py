@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from clustertrain.agent import batch
-from clustertrain.agent.batch import Batch, Step
+from clustertrain.agent import controller
+from clustertrain.agent.controller import Batch, Step
 from clustertrain.run.run_dir import RunDir
 
 
@@ -42,18 +42,18 @@ class Watching(Batch):
 
 def test_agents_whose_ranks_have_ended_by_themselves_may_make_their_files_small() -> None:
     both = {"n1": "completed", "n2": "completed"}
-    assert not Watching(**both).aborts_after(batch.AFTER_RESULTS_S - 1)
-    assert Watching(**both).aborts_after(batch.AFTER_RESULTS_S + 1)
+    assert not Watching(**both).aborts_after(controller.AFTER_RESULTS_S - 1)
+    assert Watching(**both).aborts_after(controller.AFTER_RESULTS_S + 1)
 
 
 @pytest.mark.parametrize("endings", [{"n1": "stopped", "n2": "stopped"}, {"n1": "failed"}])
 def test_after_a_stop_or_a_failure_there_is_no_time_for_it(endings: dict[str, str]) -> None:
-    assert not Watching(**endings).aborts_after(batch.AFTER_END_S - 1)
-    assert Watching(**endings).aborts_after(batch.AFTER_END_S + 1)
+    assert not Watching(**endings).aborts_after(controller.AFTER_END_S - 1)
+    assert Watching(**endings).aborts_after(controller.AFTER_END_S + 1)
 
 
 def test_who_was_asked_to_stop_has_no_time_either_though_all_steps_were_done() -> None:
-    assert Watching(n1="completed", n2="completed").aborts_after(batch.AFTER_END_S + 1, asked_to_stop=True)
+    assert Watching(n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1, asked_to_stop=True)
 
 
 def test_a_node_that_is_still_at_work_is_waited_for() -> None:
@@ -63,9 +63,9 @@ def test_a_node_that_is_still_at_work_is_waited_for() -> None:
 def test_a_node_whose_agent_has_ended_without_a_result_is_not_waited_for() -> None:
     for endings in ({}, {"n1": "completed"}):
         killed = Watching(frozenset({"n2"}), **endings)
-        assert not killed.aborts_after(batch.AFTER_END_S - 1)
-        assert killed.aborts_after(batch.AFTER_END_S + 1)
-    assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(batch.AFTER_END_S + 1)
+        assert not killed.aborts_after(controller.AFTER_END_S - 1)
+        assert killed.aborts_after(controller.AFTER_END_S + 1)
+    assert not Watching(frozenset({"n2"}), n1="completed", n2="completed").aborts_after(controller.AFTER_END_S + 1)
 
 
 class Owner(Batch):
@@ -79,7 +79,7 @@ class Owner(Batch):
 
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
-    monkeypatch.setattr(batch, "LOOK_S", 0.02)
+    monkeypatch.setattr(controller, "LOOK_S", 0.02)
     (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
     return Owner(tmp_path / "run")
 
@@ -95,7 +95,7 @@ def test_a_run_folder_that_is_away_for_a_while_is_waited_for(owner: Owner, newes
 
 
 def test_a_run_folder_that_stays_away_is_gone(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "FOLDER_S", 0.1)
+    monkeypatch.setattr(controller, "FOLDER_S", 0.1)
     owner.run.path.rename(owner.run.path.with_name("elsewhere"))
     assert "the folder of the run is gone" in owner._lost(Step(cast(Any, None)))
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent import batch as module
-from clustertrain.agent.batch import Batch
+from clustertrain.agent import controller as module
 from clustertrain.agent.claim import Identity, claim
+from clustertrain.agent.controller import Batch
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent import batch as module
-from clustertrain.agent import begin as beginning
-from clustertrain.agent.batch import Batch, Step
+from clustertrain.agent import controller as module
+from clustertrain.agent import startup as beginning
+from clustertrain.agent.controller import Batch, Step
 from clustertrain.run import run_dir
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler.slurm import SlurmBackend

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.batch_watch import BatchWatch
+from clustertrain.agent.controller_watch import BatchWatch
 from clustertrain.run import attempts
 from clustertrain.run.events import EventLog
 from tests.fake_slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.commenting import Commenter, figures_of
+from clustertrain.agent.job_comment import Commenter, figures_of
 from clustertrain.run import run_dir
 from clustertrain.run.goodput import Goodput
 from clustertrain.scheduler.job_comment import Figures, JobComment, comment_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clustertrain import fsio
-from clustertrain.agent.node import Agent
-from clustertrain.agent.recording import Recording
-from clustertrain.agent.results import NodeResult
+from clustertrain.agent.node_agent import Agent
+from clustertrain.agent.node_result import NodeResult
+from clustertrain.agent.telemetry import Recording
 from tests.unit.agent.test_node_settings import agent
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from clustertrain.agent.node import Agent
-from clustertrain.agent.place import Place
-from clustertrain.agent.rendezvous import Rendezvous
+from clustertrain.agent.node_agent import Agent
+from clustertrain.agent.node_context import Place
 from clustertrain.agent.signals import Signals
 from clustertrain.run import events
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler.rendezvous import Rendezvous
 
 MEETING = Rendezvous("localhost", 29500, "x")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock
-from clustertrain.agent import recording
-from clustertrain.agent.recording import Recording
+from clustertrain.agent import telemetry
+from clustertrain.agent.telemetry import Recording
 from clustertrain.run import events
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import AttemptDir, RunDir
@@ -41,7 +41,7 @@ def recorder(run: RunDir, attempt: AttemptDir) -> Recording:
 
 def written(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A segment that counts as worth the work."""
-    monkeypatch.setattr(recording, "WORTH_BYTES", 1000)
+    monkeypatch.setattr(telemetry, "WORTH_BYTES", 1000)
     writer, of = Writer(attempt.telemetry / "n1"), header()
     writer.begin(of)
     fill(writer, of, 0, 300)
@@ -61,7 +61,7 @@ def test_an_attempt_that_ended_by_itself_is_compacted(run: RunDir, monkeypatch: 
 
 def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(run.attempt(1), monkeypatch)
-    monkeypatch.setattr(recording, "WORTH_BYTES", 1 << 30)
+    monkeypatch.setattr(telemetry, "WORTH_BYTES", 1 << 30)
     recorder(run, run.attempt(1)).compact(lambda: False)
     assert (folder / "samples.jsonl.gz").exists()
     assert not (folder / "fast.parquet").exists()
@@ -70,7 +70,7 @@ def test_little_stays_as_it_was_written(run: RunDir, monkeypatch: pytest.MonkeyP
 def test_an_order_to_stop_ends_the_compaction_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets the child begin, and then does not wait for its end."""
     folder = written(run.attempt(1), monkeypatch)
-    monkeypatch.setattr(recording, "LOOK_S", 0.01)
+    monkeypatch.setattr(telemetry, "LOOK_S", 0.01)
     recorder(run, run.attempt(1)).compact(lambda: True)
     (segment,) = open_node(folder.parent)
     assert (segment.n, segment.trouble) == (300, None)
@@ -91,7 +91,7 @@ def test_no_process_to_be_had_is_an_event(run: RunDir, monkeypatch: pytest.Monke
     def refused(*args: object, **kw: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(recording.proc, "start", refused)
+    monkeypatch.setattr(telemetry.proc, "start", refused)
     second = recorder(run, run.attempt(2))
     second.compact_earlier()
     second.stop()

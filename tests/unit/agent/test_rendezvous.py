@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clustertrain import clock
-from clustertrain.agent import rendezvous
 from clustertrain.errors import ClusterTrainError, EnvironmentNotFit
+from clustertrain.scheduler import rendezvous
 
 
 def test_each_attempt_has_an_id_of_its_own(tmp_path: Path) -> None:

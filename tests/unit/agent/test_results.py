@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clustertrain.agent.results import Seen, judge
+from clustertrain.agent.node_result import Seen, judge
 from clustertrain.run.heartbeat import TRAIN, Beat
 
 NO_TORCH = "/opt/python: Error while finding module specification\nModuleNotFoundError: No module named 'torch'\n\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clustertrain import clock, fsio
-from clustertrain.agent import sequel as module
-from clustertrain.agent.sequel import Sequel
+from clustertrain.agent import requeue as module
+from clustertrain.agent.requeue import Sequel
 from clustertrain.agent.signals import Signals
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.errors import ClusterTrainError, CommandFailed, SchedulerRefused

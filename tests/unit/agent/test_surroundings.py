@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from clustertrain.agent.surroundings import Job, look
+from clustertrain.agent.node_environment import Job, look
 from tests.fixtures.nodes.expand import expand
 from tests.nvml_stub.build import Stub
 from tests.nvml_stub.fixture import nvml_library, nvml_stub  # noqa: F401
@@ -18,7 +18,7 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 import msgspec
-from clustertrain.agent.surroundings import Job, look
+from clustertrain.agent.node_environment import Job, look
 job = Job("cuda", int(sys.argv[2]), True, sys.argv[3], Path("/logs/flight-record-rank-"))
 print(json.dumps(msgspec.to_builtins(look(job, os.environ, Path(sys.argv[1])))))
 """

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from clustertrain import clock, fsio, proc
-from clustertrain.agent.at_end import PATIENCE_S
-from clustertrain.agent.node import Agent
-from clustertrain.agent.watched import Watched
+from clustertrain.agent.hang_at_exit import PATIENCE_S
+from clustertrain.agent.node_agent import Agent
+from clustertrain.agent.rank_monitor import Watched
 from tests.unit.agent.test_node_settings import MEETING, agent
 
 # In the place of torchrun: two ranks, each with its number in its environment, that do nothing.

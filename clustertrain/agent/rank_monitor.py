@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clustertrain.agent.at_end import LOOK_S, AtEnd
-from clustertrain.agent.results import read_left, read_ranks
-from clustertrain.agent.torchrun import AFTER_FAILURE_S
+from clustertrain.agent.hang_at_exit import LOOK_S, AtEnd
+from clustertrain.agent.node_result import read_left, read_ranks
+from clustertrain.scheduler.torchrun import AFTER_FAILURE_S
 
 if TYPE_CHECKING:
     import psutil

@@ -17,11 +17,11 @@ from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent.begin import begin, leave
 from clustertrain.agent.claim import Claim
-from clustertrain.agent.commenting import Commenter, line_of
-from clustertrain.agent.sequel import NO_ANSWER_S, Sequel
+from clustertrain.agent.job_comment import Commenter, line_of
+from clustertrain.agent.requeue import NO_ANSWER_S, Sequel
 from clustertrain.agent.signals import Signals
+from clustertrain.agent.startup import begin, leave
 from clustertrain.config.job import RunSpec
 from clustertrain.errors import EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, CommandFailed
 from clustertrain.run import attempts, budget, endings, events

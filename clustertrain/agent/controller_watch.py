@@ -11,7 +11,7 @@ import socket
 import psutil
 
 from clustertrain import clock, fsio, settings
-from clustertrain.agent.place import Place
+from clustertrain.agent.node_context import Place
 from clustertrain.errors import ClusterTrainError, CommandFailed
 from clustertrain.run import endings, events
 from clustertrain.run.events import EventLog

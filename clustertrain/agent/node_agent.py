@@ -14,20 +14,20 @@ from typing import Any
 
 from clustertrain import clock, fsio, proc, settings
 from clustertrain.agent import deadline as deadlines
-from clustertrain.agent import rendezvous, torchrun
-from clustertrain.agent.batch_watch import NO_ANSWER_S, BatchWatch
-from clustertrain.agent.place import Place, place_from
-from clustertrain.agent.recording import HURRIED_STOP_S, STOP_S, Recording
-from clustertrain.agent.results import NodeResult, Seen, judge, read_left, read_ranks
+from clustertrain.agent.controller_watch import NO_ANSWER_S, BatchWatch
+from clustertrain.agent.node_context import Place, place_from
+from clustertrain.agent.node_environment import Job, look
+from clustertrain.agent.node_result import NodeResult, Seen, judge, read_left, read_ranks
+from clustertrain.agent.rank_monitor import Watched
 from clustertrain.agent.signals import Signals
-from clustertrain.agent.surroundings import Job, look
+from clustertrain.agent.telemetry import HURRIED_STOP_S, STOP_S, Recording
 from clustertrain.agent.tracking import HURRIED_STOP_S as HURRIED_TRACKING_S
 from clustertrain.agent.tracking import STOP_S as TRACKING_S
 from clustertrain.agent.tracking import Tracking
-from clustertrain.agent.watched import Watched
 from clustertrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_NO_REQUEUE, ClusterTrainError, EnvironmentNotFit
 from clustertrain.run import heartbeat
 from clustertrain.run.events import EventLog
+from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.scheduler.sockets import interface_towards
 
 POLL_S = 0.1

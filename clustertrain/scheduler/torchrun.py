@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clustertrain import proc
-from clustertrain.agent.rendezvous import Rendezvous
+from clustertrain.scheduler.rendezvous import Rendezvous
 
 # A rank that fails leaves its peers in a collective. torchrun would wait 30 s before it kills them, and 300 s at its
 # exit barrier for nodes that may be gone.
@@ -34,7 +34,9 @@ def command(
         log_dir: where torchrun keeps files of its own; default: a new folder in /tmp, which stays when it is killed.
     """
     interpreter = python or sys.executable
-    argv = proc.python_module(interpreter, "clustertrain.agent.tied", str(os.getpid()), "torch.distributed.run")
+    argv = proc.python_module(
+        interpreter, "clustertrain.agent.die_with_parent", str(os.getpid()), "torch.distributed.run"
+    )
     # Static: ranks follow the node order, so rank 0 sits on the rendezvous host and resumes find their own shards.
     argv += ["--rdzv-backend=static", f"--master-addr={meeting.host}", f"--master-port={meeting.port}"]
     argv += [f"--rdzv-id={meeting.id}", f"--nnodes={nodes}", f"--node-rank={node_rank}"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clustertrain import clock, proc, schema, settings
-from clustertrain.agent import rendezvous, scratch, torchrun
-from clustertrain.agent.results import NodeResult, Seen, judge, read_ranks
+from clustertrain.agent import scratch_run
+from clustertrain.agent.node_result import NodeResult, Seen, judge, read_ranks
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError, EnvironmentNotFit, UsageError
 from clustertrain.plan.cost.memory import GIB
 from clustertrain.plan.layout import Batch
@@ -23,6 +23,7 @@ from clustertrain.plan.request import ASSUMED_CPU_GIB
 from clustertrain.plan.search import micro_batch as trials
 from clustertrain.plan.search.micro_batch import Measured, Search, Trial
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import rendezvous, torchrun
 from clustertrain.submit.preflight import data
 from clustertrain.submit.request import Prepared
 
@@ -66,7 +67,7 @@ def find_micro_batch(prepared: Prepared, tell: Callable[[str], None], environ: M
         tell(f"note: {note}")
     found = Found(words)
     tell(f"on {words}")
-    with scratch.interruptible():
+    with scratch_run.interruptible():
         while (micro_batch := search.following(found.trials)) is not None:
             tell(f"micro_batch {micro_batch} ...")
             split = search.batch(micro_batch, spec.recipe.tokens_per_sample)
@@ -110,7 +111,7 @@ def _ranks_here(prepared: Prepared, environ: Mapping[str, str]) -> int:
 def _try(prepared: Prepared, search: Search, split: Batch, environ: Mapping[str, str]) -> Trial:
     """One trial. Raises ClusterTrainError for a failure that is not one of memory."""
     with tempfile.TemporaryDirectory(prefix="clustertrain-probe-", ignore_cleanup_errors=True) as folder:
-        run = scratch.run_folder(prepared, search.layout, split, Path(folder))
+        run = scratch_run.run_folder(prepared, search.layout, split, Path(folder))
         result, said = _run(prepared, search, run, environ)
         if result.ending == "completed":
             files = (run.path / f"probe-{r}.json" for r in range(search.layout.world_size))
@@ -130,10 +131,10 @@ def _run(prepared: Prepared, search: Search, run: RunDir, environ: Mapping[str, 
         ClusterTrainError: they do not come to one.
     """
     attempt, ranks = run.attempt(1), list(range(search.layout.world_size))
-    meeting = rendezvous.publish(attempt.rendezvous, scratch.HERE)
+    meeting = rendezvous.publish(attempt.rendezvous, scratch_run.HERE)
     program = ("clustertrain.train.tools.micro_batch_probe", "--limit-bytes", str(int(ASSUMED_CPU_GIB * GIB)))
     argv = torchrun.command(meeting, program, len(ranks), python=prepared.python, log_dir=attempt.logs)
-    env, log = scratch.environment(prepared, run, environ), attempt.logs / "torchrun.log"
+    env, log = scratch_run.environment(prepared, run, environ), attempt.logs / "torchrun.log"
     given_up = _GivenUp(run.path, ranks)
     try:
         child = proc.start(argv, env=env, log=log, new_session=True)

@@ -11,9 +11,9 @@ from types import FrameType
 import msgspec
 
 from clustertrain import fsio, proc, settings
-from clustertrain.agent import torchrun
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.run.run_dir import RunDir
+from clustertrain.scheduler import torchrun
 from clustertrain.scheduler.sockets import interface_towards
 from clustertrain.submit import python_path
 from clustertrain.submit.request import Prepared
