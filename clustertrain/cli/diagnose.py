@@ -11,7 +11,7 @@ from clustertrain.cli.common import json_option, print_json
 from clustertrain.errors import EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from clustertrain.diagnose.names import Finding
+    from clustertrain.diagnose.registry import Finding
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,42 +33,42 @@ def diagnose(
     CHECK is one of those that `diagnose` without arguments lists; without it, or as `all`, all are made. Each has a
     verdict, what it comes of, and what to do. Exits 1 when a check fails, 78 for a recipe that cannot be trained.
     """
-    from clustertrain.diagnose import names
+    from clustertrain.diagnose import registry
 
     if check is None:
         _list(as_json=as_json)
         return 0
     if Path(check).suffix:
-        check, recipe = recipe or names.ALL, check
-    checks = names.asked(check)
+        check, recipe = recipe or registry.ALL, check
+    checks = registry.asked(check)
     if recipe is None:
         raise UsageError("no recipe is named", fix=f"clustertrain diagnose {check} RECIPE.toml")
-    from clustertrain.diagnose import curves, process, shown
+    from clustertrain.diagnose import plots, runner, terminal
     from clustertrain.report.terminal import make_console
 
     if plot is not None:
-        curves.check_path(plot)
-    prepared = process.request(recipe, assignments)
+        plots.check_path(plot)
+    prepared = runner.request(recipe, assignments)
     console = make_console()
 
     def show(found: Finding) -> None:
         if not as_json:
             bar.hide()
-            shown.show(console, found)
+            terminal.show(console, found)
 
-    with shown.Bar(len(checks)) as bar:
-        result = process.diagnose(prepared, recipe, checks, bar, show)
+    with terminal.Bar(len(checks)) as bar:
+        result = runner.diagnose(prepared, recipe, checks, bar, show)
     if plot is not None:
-        curves.write(plot, result.checks)
+        plots.write(plot, result.checks)
     if as_json:
         print_json(result.document())
     else:
-        shown.summary(console, result)
+        terminal.summary(console, result)
     return EXIT_FAILED if result.verdict == "fail" else 0
 
 
 def _list(*, as_json: bool) -> None:
-    from clustertrain.diagnose.names import ALL, CHECKS
+    from clustertrain.diagnose.registry import ALL, CHECKS
 
     if as_json:
         print_json({"checks": CHECKS})

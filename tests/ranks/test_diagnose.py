@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from clustertrain import clock
-from clustertrain.diagnose.names import CHECKS
+from clustertrain.diagnose.registry import CHECKS
 from tests.runs import CLI, INTERRUPTIBLE
 
 pytestmark = pytest.mark.ranks

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from clustertrain.cli.diagnose import diagnose
-from clustertrain.diagnose.names import CHECKS
+from clustertrain.diagnose.registry import CHECKS
 from clustertrain.errors import ConfigError, UsageError
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from clustertrain.diagnose import gradients
-from clustertrain.diagnose.doubled import doubled
+from clustertrain.diagnose.checks import gradients
+from clustertrain.diagnose.checks.float64_mode import doubled
 
 
 class Square(torch.autograd.Function):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clustertrain.config.recipe import Recipe
-from clustertrain.diagnose.data import Seen, look_at, of_labels, of_values, words_of
+from clustertrain.diagnose.checks.data import Seen, look_at, of_labels, of_values, words_of
 from clustertrain.diagnose.subject import Subject
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from clustertrain.diagnose import init_loss, layers, lr_range, overfit, resume, speed
-from clustertrain.diagnose.names import CHECKS, Verdict, asked, overall, worst
-from clustertrain.diagnose.overfit import Try
+from clustertrain.diagnose.checks import init_loss, layers, lr_range, overfit, resume, speed
+from clustertrain.diagnose.checks.overfit import Try
+from clustertrain.diagnose.registry import CHECKS, Verdict, asked, overall, worst
 from clustertrain.errors import UsageError
 from clustertrain.train.models.initial_loss import Expected
 

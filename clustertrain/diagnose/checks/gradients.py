@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from clustertrain.diagnose.doubled import doubled
-from clustertrain.diagnose.names import Finding, Verdict
+from clustertrain.diagnose.checks.float64_mode import doubled
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, no_dropout, tensors
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.step import train_step
 from clustertrain.train.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""``python -m clustertrain.diagnose.ended_rank STEP COMMITTED``: a rank of the built-in trainer that kills itself.
+"""``python -m clustertrain.diagnose.crash_rank STEP COMMITTED``: a rank of the built-in trainer that kills itself.
 
 The loop is the trainer's own. Before optimizer step STEP (counted from 0), as soon as the checkpoint of step COMMITTED
 is there, the process gets the signal that nobody can catch.

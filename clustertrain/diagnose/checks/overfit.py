@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from clustertrain.diagnose.names import Finding, Plot, Verdict
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Plot, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, no_dropout, repeating, set_rate
-from clustertrain.diagnose.telling import Tell
 
 STEPS = 300
 NEAR_ZERO = 0.1  # of the first loss

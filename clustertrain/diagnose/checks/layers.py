@@ -13,9 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from clustertrain.checkpoint.core.state_dict import unwrap
-from clustertrain.diagnose.names import Finding, Verdict, worst
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict, worst
 from clustertrain.diagnose.subject import Subject, batch_of, mean_loss, tensors
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.distributed.data_parallel import units
 
 STEPS = 3  # before anything is measured: a block that begins as its shortcut has no gradient inside

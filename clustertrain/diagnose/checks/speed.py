@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain import clock, fsio
-from clustertrain.diagnose.names import Finding, Verdict
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.profiling.profiler import Profiler
 from clustertrain.train.trainer import Trainer

@@ -8,9 +8,9 @@ import math
 import statistics
 from typing import Any
 
-from clustertrain.diagnose.names import Finding, Plot, Verdict
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Plot, Verdict
 from clustertrain.diagnose.subject import Subject, set_rate
-from clustertrain.diagnose.telling import Tell
 
 LOWEST, HIGHEST = 1e-7, 10.0
 STEPS = 120  # of the sweep, fifteen a decade

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import unwrap
-from clustertrain.diagnose.names import Finding, Verdict, worst
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict, worst
 from clustertrain.diagnose.subject import (
     Subject,
     batch_of,
@@ -20,7 +21,6 @@ from clustertrain.diagnose.subject import (
     set_rate,
     tensors,
 )
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.trainer import Trainer
 
 SAME = 1e-3  # relative difference of two gradient norms that should be one

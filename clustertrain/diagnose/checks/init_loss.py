@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from clustertrain.diagnose.names import Finding, Verdict
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, classes_of, mean_loss, output_of
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.models.initial_loss import Expected, initial_loss
 
 BATCHES = 8

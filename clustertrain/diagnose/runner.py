@@ -18,7 +18,7 @@ from clustertrain.agent import scratch_run
 from clustertrain.config.contract import ContractSpec
 from clustertrain.config.recipe import CheckpointSpec, Recipe, RehearsalSpec
 from clustertrain.config.tracking import TrackingSpec
-from clustertrain.diagnose.names import Finding, Verdict, overall
+from clustertrain.diagnose.registry import Finding, Verdict, overall
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, CommandFailed, ConfigError, UsageError
 from clustertrain.plan.layout import Batch, Layout
 from clustertrain.submit.preflight import data
@@ -86,7 +86,7 @@ def diagnose(
     with tempfile.TemporaryDirectory(prefix="clustertrain-diagnose-", ignore_cleanup_errors=True) as folder:
         run = scratch_run.run_folder(_quiet(prepared), Layout(), _batch(prepared), Path(folder))
         env = scratch_run.environment(prepared, run, environ)
-        argv = proc.python_module(prepared.python, "clustertrain.diagnose.main", *checks)
+        argv = proc.python_module(prepared.python, "clustertrain.diagnose.child", *checks)
         said = Path(folder) / "said.log"
         device, findings = "", []
         with scratch_run.interruptible():

@@ -1,4 +1,4 @@
-"""``python -m clustertrain.diagnose.main CHECK…``: the checks, in a process that imports torch and the user's code.
+"""``python -m clustertrain.diagnose.child CHECK…``: the checks, in a process that imports torch and the user's code.
 
 The run directory in the environment is a scratch one. Each check makes its model anew, so that none spoils another.
 """
@@ -16,9 +16,9 @@ import torch
 
 from clustertrain import settings
 from clustertrain.config.recipe import Recipe
-from clustertrain.diagnose.names import CHECKS, Finding
+from clustertrain.diagnose.child_output import Tell, Teller
+from clustertrain.diagnose.registry import CHECKS, Finding
 from clustertrain.diagnose.subject import Subject
-from clustertrain.diagnose.telling import Tell, Teller
 from clustertrain.errors import EXIT_CONFIG, ClusterTrainError, ConfigError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec

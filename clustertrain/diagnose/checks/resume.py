@@ -16,9 +16,9 @@ import msgspec
 
 from clustertrain import clock, fsio, proc, schema, settings
 from clustertrain.checkpoint.offline import inspect
-from clustertrain.diagnose.names import Finding, Verdict
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject
-from clustertrain.diagnose.telling import Tell
 from clustertrain.errors import ClusterTrainError
 from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
@@ -144,7 +144,7 @@ class _Rehearsal:
             settings.RANK_DIR: str(rank_dir),
             settings.ATTEMPT: str(n),
         }
-        argv = proc.python_module(sys.executable, "clustertrain.diagnose.ended_rank", str(last), str(committed))
+        argv = proc.python_module(sys.executable, "clustertrain.diagnose.crash_rank", str(last), str(committed))
         child = proc.start(argv, env=env, log=attempt.rank_log(0))
         try:
             if not clock.wait_until(lambda: child.poll() is not None, TIMEOUT_S, POLL_S):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clustertrain import fsio
-from clustertrain.diagnose.names import Finding, Plot
+from clustertrain.diagnose.registry import Finding, Plot
 from clustertrain.errors import UsageError
 
 HEIGHT = 12  # rows of a curve in a terminal

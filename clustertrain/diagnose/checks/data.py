@@ -12,10 +12,10 @@ import msgspec
 import torch
 import xxhash
 
-from clustertrain.diagnose import alignment
-from clustertrain.diagnose.names import Finding, Verdict, worst
+from clustertrain.diagnose.checks import label_alignment
+from clustertrain.diagnose.child_output import Tell
+from clustertrain.diagnose.registry import Finding, Verdict, worst
 from clustertrain.diagnose.subject import Subject, classes_of, on, output_of
-from clustertrain.diagnose.telling import Tell
 from clustertrain.train.data import permutation
 from clustertrain.train.data.describe import lengths_of, padding_of, words_of_documents
 from clustertrain.train.data.sample_checks import listed
@@ -222,13 +222,13 @@ def _of_pairs(subject: Subject, dataset: Any, tell: Tell) -> tuple[list[Note], d
         return [], {}
     inputs, targets = (torch.stack([pair[side][0] for pair in pairs]) for side in (0, 1))
     if not inputs.is_floating_point() and inputs.dim() == 2 and inputs.shape == targets.shape:
-        shift = alignment.token_shift(inputs, targets, subject.recipe.objective.ignore_index)
+        shift = label_alignment.token_shift(inputs, targets, subject.recipe.objective.ignore_index)
         return of_shift(shift, own_loss=subject.own_loss), {"token_shift": shift}
     if subject.recipe.is_text or (targets.dim() > 1 and not targets.is_floating_point()):
         return [], {}
     if not bool(torch.isfinite(inputs.double()).all()):
         return [], {}
-    found = alignment.agreement(inputs, targets if targets.is_floating_point() else targets.long())
+    found = label_alignment.agreement(inputs, targets if targets.is_floating_point() else targets.long())
     if found is None:
         return [], {}
     named = {str(slip): share for slip, share in found.shares.items()}
@@ -249,7 +249,7 @@ def of_shift(shift: int | None, *, own_loss: bool) -> list[Note]:
     return [("fail", text, "return (tokens[:-1], tokens[1:]) of each stretch of tokens")]
 
 
-def of_slip(found: alignment.Agreement) -> list[Note]:
+def of_slip(found: label_alignment.Agreement) -> list[Note]:
     slip = found.slip
     if slip in (None, 0):
         return []
@@ -257,7 +257,7 @@ def of_slip(found: alignment.Agreement) -> list[Note]:
     text = (
         f"labels do not belong to their samples: nearest neighbours share {found.shares[0]:.0%} of their labels (by "
         f"chance {found.chance:.0%}), and {found.shares[slip]:.0%} where each takes the label "
-        f"{alignment.slip_words(slip)}"
+        f"{label_alignment.slip_words(slip)}"
     )
     return [("fail", text, "see how samples and labels are put together: one list has slipped against the other")]
 

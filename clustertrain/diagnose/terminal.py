@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain.diagnose import curves
-from clustertrain.diagnose.names import Finding, Verdict
-from clustertrain.diagnose.process import Diagnosis
+from clustertrain.diagnose import plots
+from clustertrain.diagnose.registry import Finding, Verdict
+from clustertrain.diagnose.runner import Diagnosis
 from clustertrain.report.terminal import UNICODE, emit, glyphs, make_console
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show(console: Console, found: Finding) -> None:
     if found.plot is not None and len(found.plot.x) > 1:
         plain = {} if glyphs(console) is UNICODE else {"dot": "*", "line": "-", "side": "|"}
         width = min(console.width, _WIDEST_PLOT) - 4
-        parts.append(Padding("\n".join(curves.in_characters(found.plot, width, **plain)), (0, 0, 0, 2)))
+        parts.append(Padding("\n".join(plots.in_characters(found.plot, width, **plain)), (0, 0, 0, 2)))
     emit(console, *parts, "")
 
 

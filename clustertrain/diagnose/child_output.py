@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from clustertrain import clock
-from clustertrain.diagnose.names import Finding
+from clustertrain.diagnose.registry import Finding
 
 BETWEEN_S = 0.1  # two words of progress
 Tell = Callable[[int, int], None]
