@@ -68,7 +68,7 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
     from clustertrain.config.tracking import Tracker
     from clustertrain.run.run_dir import readable
     from clustertrain.scheduler.run_status import look
-    from clustertrain.tracking import facts
+    from clustertrain.tracking import run_facts
 
     for tracker in to:
         if tracker not in get_args(Tracker):
@@ -79,7 +79,7 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
             raise UsageError(
                 f"{run.id} is running, and hands its rows on by itself", fix="wait for its end, or set [tracking] to"
             )
-        wanted = to or facts.of_run(run, 0).spec.to
+        wanted = to or run_facts.of_run(run, 0).spec.to
         if not wanted:
             raise UsageError(f"{run.id}: its recipe names no tracker", fix="name one, as --to tensorboard")
         done = {tracker: _hand_on(run, tracker) for tracker in wanted}
@@ -96,7 +96,8 @@ def track(name: str, to: tuple[str, ...], as_json: bool) -> int:
 def _hand_on(run: RunDir, name: str) -> tuple[int, str | None]:
     """The last step that the tracker has, and what went wrong."""
     from clustertrain.errors import ClusterTrainError
-    from clustertrain.tracking import ending, facts, tracker
+    from clustertrain.tracking import endings, tracker
+    from clustertrain.tracking import run_facts as facts
 
     said: list[str] = []
     try:
@@ -104,7 +105,7 @@ def _hand_on(run: RunDir, name: str) -> tuple[int, str | None]:
     except ClusterTrainError as e:
         return -1, str(e)
     handing = tracker.Handing(
-        run, made, lambda _, why: said.append(why), ending=lambda: ending.of_run(run), again=False
+        run, made, lambda _, why: said.append(why), ending=lambda: endings.of_run(run), again=False
     )
     handing.ask_to_stop()
     handing.thread.start()

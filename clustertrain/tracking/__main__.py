@@ -16,8 +16,8 @@ from clustertrain import clock, fsio
 from clustertrain.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, ClusterTrainError
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir, open_run
-from clustertrain.tracking import facts
-from clustertrain.tracking.ending import of_attempt
+from clustertrain.tracking import run_facts
+from clustertrain.tracking.endings import of_attempt
 from clustertrain.tracking.tracker import POLL_S, Handing, make
 
 NICENESS = 10  # the ranks and their loaders come first
@@ -47,7 +47,7 @@ def track(run: RunDir, attempt: int, told: threading.Event) -> int:
         print(f"clustertrain tracking: {tracker}: {reason}", file=sys.stderr, flush=True)
 
     owner = Owner(run)
-    about = facts.of_run(run, attempt)
+    about = run_facts.of_run(run, attempt)
     handings = []
     for name in about.spec.to:
         try:

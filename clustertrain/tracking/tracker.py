@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from clustertrain import fsio
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking.follow import Follower, Row
+from clustertrain.tracking.row_follower import Follower, Row
 
 POLL_S = 2.0
 RETRY_FIRST_S, RETRY_MOST_S = 15.0, 600.0
@@ -143,14 +143,14 @@ def make(name: str, run: RunDir, facts: Any) -> Tracker:
     """Raises ConfigError where the package is not installed."""
     # Here and not at the top: each brings a library of its own, of which a run uses one or two.
     if name == "tensorboard":
-        from clustertrain.tracking.to_tensorboard import TensorBoard
+        from clustertrain.tracking.tensorboard import TensorBoard
 
         return TensorBoard(run, facts)
     if name == "wandb":
-        from clustertrain.tracking.to_wandb import Wandb
+        from clustertrain.tracking.wandb import Wandb
 
         return Wandb(run, facts)
-    from clustertrain.tracking.to_mlflow import MLflow
+    from clustertrain.tracking.mlflow import MLflow
 
     return MLflow(run, facts)
 

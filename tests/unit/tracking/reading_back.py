@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking import to_wandb
+from clustertrain.tracking import wandb as to_wandb
 
 Points = list[tuple[int, float]]
 

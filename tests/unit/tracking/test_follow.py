@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from clustertrain.run import metric_curves, metrics
-from clustertrain.tracking import follow
-from clustertrain.tracking.follow import Follower, scalars
+from clustertrain.tracking import row_follower
+from clustertrain.tracking.row_follower import Follower, scalars
 from clustertrain.tracking.tracker import Handing
 from tests.unit.tracking.tracked_runs import make, row, write
 
 
-def steps(found: list[follow.Row]) -> list[int]:
+def steps(found: list[row_follower.Row]) -> list[int]:
     return [r["step"] for r in found]
 
 
@@ -72,7 +72,7 @@ def test_an_attempt_without_rows_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_as_many_as_are_asked_for_and_the_rest_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "CHUNK", 64)  # less than a line
+    monkeypatch.setattr(row_follower, "CHUNK", 64)  # less than a line
     run = make(tmp_path)
     write(run, 1, 1, 10)
     write(run, 2, 8, 12)
@@ -119,7 +119,7 @@ class Noting:
     def open(self) -> int:
         return -1
 
-    def hand(self, rows: Sequence[follow.Row]) -> None:
+    def hand(self, rows: Sequence[row_follower.Row]) -> None:
         self.steps += [row["step"] for row in rows]
 
     def close(self, ending: str | None) -> None:

@@ -19,8 +19,8 @@ import pytest
 from clustertrain.config.job import ScriptSpec
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking import facts, tracker
-from clustertrain.tracking.follow import Follower
+from clustertrain.tracking import run_facts, tracker
+from clustertrain.tracking.row_follower import Follower
 from clustertrain.tracking.tracker import Handing, State, Tracker
 from tests.unit.tracking import reading_back
 from tests.unit.tracking.tracked_runs import T0, loss, make, write
@@ -70,7 +70,7 @@ def tracked(folder: Path, to: str, **more: Any) -> RunDir:
 
 
 def opened(run: RunDir, name: str, attempt: int = 1) -> Tracker:
-    return tracker.make(name, run, facts.of_run(run, attempt))
+    return tracker.make(name, run, run_facts.of_run(run, attempt))
 
 
 def hand_on(run: RunDir, name: str, attempt: int = 1, ending: str | None = "completed") -> list[str]:
@@ -269,7 +269,7 @@ def test_settings_contract_and_tags_go_along(tmp_path: Path, monkeypatch: pytest
 
 
 def test_of_a_script_no_default_of_the_trainer_is_a_setting(tmp_path: Path) -> None:
-    config = facts.of_run(make(tmp_path, script=ScriptSpec(path="train.py", cwd="/")), 0).config
+    config = run_facts.of_run(make(tmp_path, script=ScriptSpec(path="train.py", cwd="/")), 0).config
     assert {"script.path", "train.seed", "job.gpus"} <= config.keys()
     assert not {"optim.lr", "model.dim", "train.steps"} & config.keys()
 
@@ -378,7 +378,7 @@ def write_spec_without_uri(run: RunDir) -> None:
     ],
 )
 def test_without_a_key_wandb_stays_offline(tmp_path: Path, environ: dict[str, str], offline: bool) -> None:
-    from clustertrain.tracking.to_wandb import is_offline
+    from clustertrain.tracking.wandb import is_offline
 
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
     given = {k: v.format(tmp_path / "netrc") for k, v in {"NETRC": str(tmp_path / "none"), **environ}.items()}

@@ -11,8 +11,8 @@ from typing import Any
 from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking.facts import Facts
-from clustertrain.tracking.follow import Row, scalars
+from clustertrain.tracking.row_follower import Row, scalars
+from clustertrain.tracking.run_facts import Facts
 from clustertrain.tracking.tracker import State
 
 TAG = "clustertrain.run"

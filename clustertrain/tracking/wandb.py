@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from clustertrain import fsio
 from clustertrain.errors import ConfigError
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking.facts import Facts
-from clustertrain.tracking.follow import Row, scalars
+from clustertrain.tracking.row_follower import Row, scalars
+from clustertrain.tracking.run_facts import Facts
 
 INIT_S = 60  # for the server's first answer
 STOPPED_CODE = 75  # as an agent's, which is to be continued

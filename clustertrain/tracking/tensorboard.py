@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from clustertrain import clock
 from clustertrain.run.run_dir import RunDir
-from clustertrain.tracking.facts import Facts
-from clustertrain.tracking.follow import Row, scalars
+from clustertrain.tracking.row_follower import Row, scalars
+from clustertrain.tracking.run_facts import Facts
 from clustertrain.tracking.tracker import State, folder
 
 PREFIX = "events.out.tfevents."  # what TensorBoard looks for
