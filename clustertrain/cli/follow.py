@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clustertrain import clock
-from clustertrain.report.event_words import in_words
+from clustertrain.report.event_text import in_words
 from clustertrain.run import events, metrics
 from clustertrain.run.run_dir import RunDir
 

@@ -99,12 +99,12 @@ def status(name: str, as_json: bool) -> None:
     went."""
     import msgspec
 
-    from clustertrain.report import prediction
+    from clustertrain.report import plan_vs_measured
     from clustertrain.scheduler.run_status import look
 
     with readable():
         seen = look(find_run(name))
-        compared = prediction.of_run(seen.run)
+        compared = plan_vs_measured.of_run(seen.run)
     if as_json:
         print_json({**status_json(seen), "prediction": msgspec.to_builtins(compared)})
         return

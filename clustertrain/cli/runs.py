@@ -33,7 +33,7 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
     Best is decided by the metric of the recipes' contract. A sweep stands for all its runs.
     """
     from clustertrain.report.html import check
-    from clustertrain.report.runs import comparison
+    from clustertrain.report.runs import compare as comparison
     from clustertrain.run.run_dir import readable
 
     if html is not None:
@@ -44,16 +44,16 @@ def compare(names: tuple[str, ...], metrics: tuple[str, ...], by: str, html: str
     with readable():
         found = comparison.of_runs(chosen, metrics, by)  # type: ignore[arg-type]
     if html is not None:
-        from clustertrain.report.html.compared import write
+        from clustertrain.report.html.runs_page import write
 
         click.echo(f"{html}: {write(found, Path(html)) / 1e3:,.0f} kB", err=True)
     if as_json:
         print_json(found)
     elif html is None:
-        from clustertrain.report.runs import text
+        from clustertrain.report.runs import compare_text
         from clustertrain.report.terminal import make_console
 
-        text.show(found, make_console(rows=True))
+        compare_text.show(found, make_console(rows=True))
 
 
 @runs.command()

@@ -145,7 +145,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    from clustertrain.report import compare as report
+    from clustertrain.report import telemetry_compare as report
     from clustertrain.report.terminal import make_console
 
     report.show(found, make_console())

@@ -19,8 +19,8 @@ from clustertrain.cli.common import find_run, json_option, print_json, print_jso
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from clustertrain.report.live import Live
-    from clustertrain.report.top import Shown
+    from clustertrain.report.top.screen import Shown
+    from clustertrain.report.top.state import Live
 
 _UP, _DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 _PAGE_UP, _PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
@@ -44,7 +44,7 @@ def top(name: str, as_json: bool, once: bool, interval: float) -> int:
     """
     run = find_run(name)
     # Not at the top: numpy and rich cost more than the rest of the command line together.
-    from clustertrain.report.live import Live
+    from clustertrain.report.top.state import Live
     from clustertrain.run.run_dir import readable
 
     live, code = Live(run), 0
@@ -89,7 +89,7 @@ def _json(live: Live, once: bool, interval: float) -> int:
 
 def _plain(live: Live, console: Console, once: bool, interval: float) -> int:
     from clustertrain.report.terminal import emit, glyphs
-    from clustertrain.report.top import Shown, lines
+    from clustertrain.report.top.screen import Shown, lines
 
     while True:
         view = live.view(wait=True)
@@ -107,7 +107,7 @@ def _screen(live: Live, console: Console, interval: float) -> int:
     from rich.live import Live as Screen
 
     from clustertrain.report.terminal import glyphs
-    from clustertrain.report.top import Shown, lines
+    from clustertrain.report.top.screen import Shown, lines
 
     shown, signs = Shown(), glyphs(console)
     screen = Screen(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
@@ -127,7 +127,7 @@ def _screen(live: Live, console: Console, interval: float) -> int:
 
 
 def _heed(key: str, shown: Shown, height: int) -> None:
-    from clustertrain.report.top import SORTS
+    from clustertrain.report.top.screen import SORTS
 
     if key == "s":
         shown.sort, shown.skip = SORTS[(SORTS.index(shown.sort) + 1) % len(SORTS)], 0

@@ -15,7 +15,7 @@ from rich.text import Text
 from clustertrain import schema
 from clustertrain.config.evaluation import PREFIX
 from clustertrain.plan.layout import Layout, counted
-from clustertrain.report.prediction import Pair, Prediction
+from clustertrain.report.plan_vs_measured import Pair, Prediction
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, number
 from clustertrain.run import attempts, json_files

@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain.report import gpu_table, notes, status, terminal, timeline
+from clustertrain.report import gpu_table, insights, status, terminal, timeline
 from clustertrain.report.gpu_table import max_of, mean, mean_of, memory_ratio, use_of
 from clustertrain.report.terminal import Glyphs
 from clustertrain.run.goodput import Goodput
@@ -27,7 +27,7 @@ def render(summary: Summary, width: int, signs: Glyphs = terminal.UNICODE, every
         gpu_table.hosts(summary, width, signs, every) if summary.hosts else [],
         timeline.render(summary, width, signs, every),
         [status.goodput(summary.goodput, signs)] if summary.goodput and summary.goodput.wall_s > 0 else [],
-        notes.render(summary.notes, every) if summary.notes else [],
+        insights.render(summary.notes, every) if summary.notes else [],
     ]
     return [part for block in blocks if block for part in ("", *block)][1:]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from playwright import sync_api
 
-from clustertrain.report.html import compared
-from clustertrain.report.runs import comparison
+from clustertrain.report.html import runs_page
+from clustertrain.report.runs import compare
 from tests.browser import test_html_in_chromium as telemetry_page
 from tests.browser.test_html_in_chromium import CHROMIUM, COLOURS, SETTLED
 from tests.unit.tracking.tracked_runs import make, write
@@ -22,7 +22,7 @@ def test_two_runs_are_drawn_and_nothing_is_asked_for(tmp_path: Path, scheme: Any
     both = [make(tmp_path, name, contract={"metric": "loss"}) for name in ("a-aaaaaa", "b-bbbbbb")]
     write(both[0], 1, 1, 300, validation_loss=2.0)
     write(both[1], 2, 1, 200)
-    compared.write(comparison.of_runs(both, ["loss", "validation_loss"]), tmp_path / "page.html")
+    runs_page.write(compare.of_runs(both, ["loss", "validation_loss"]), tmp_path / "page.html")
     with sync_api.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(color_scheme=scheme, viewport={"width": 420, "height": 800})

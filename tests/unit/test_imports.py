@@ -110,8 +110,8 @@ def test_submit_imports_no_torch(submitted: Path) -> None:
         (["list"], "clustertrain.report.status"),
         (["list", "--same-as", "latest"], "clustertrain.run.recipe_hash"),
         (["telemetry"], "clustertrain.telemetry.analysis.summarize"),
-        (["top", "--once"], "clustertrain.report.live"),
-        (["top", "--once", "--json"], "clustertrain.report.live"),
+        (["top", "--once"], "clustertrain.report.top.state"),
+        (["top", "--once", "--json"], "clustertrain.report.top.state"),
         (["checkpoint", "list"], "clustertrain.checkpoint.offline.inspect"),
         (["cluster", "list"], "clustertrain.config.cluster"),
         (["cluster", "detect", "--local", "--dry-run"], "clustertrain.cluster.bench"),
@@ -131,7 +131,7 @@ def test_comparing_and_showing_a_sweep_import_no_torch(submitted: Path) -> None:
     assert "clustertrain.report.runs.sweep" in modules and not {"torch", "submitit", "tensorboard"} & modules
     runs = sorted(p.name for p in (Path(os.environ["CLUSTERTRAIN_HOME"]) / "runs").glob("two-*"))
     modules = _modules(submitted, "runs", "compare", *runs)
-    assert "clustertrain.report.plot" in modules and not {"torch", "submitit", "tensorboard"} & modules
+    assert "clustertrain.report.braille_plot" in modules and not {"torch", "submitit", "tensorboard"} & modules
 
 
 def test_the_package_imports_only_the_standard_library() -> None:

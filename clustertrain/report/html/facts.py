@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from clustertrain.report import notes, status, terminal
+from clustertrain.report import insights, status, terminal
 from clustertrain.report.terminal import UNICODE
 from clustertrain.run.goodput import PARTS, Goodput
 from clustertrain.telemetry.report_schema import GpuSummary, Stats, Summary
@@ -91,7 +91,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "energy": energy,
     "duration": terminal.duration,
     "ranks": ranks,
-    "unsaid": notes.unsaid,
+    "unsaid": insights.unsaid,
 }
 
 

@@ -14,8 +14,8 @@ from clustertrain import reading
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ClusterTrainError
 from clustertrain.report import status
-from clustertrain.report.runs.comparison import Value
-from clustertrain.report.runs.text import said
+from clustertrain.report.runs.compare import Value
+from clustertrain.report.runs.compare_text import said
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
 from clustertrain.run import json_files, metric_curves, state

@@ -252,11 +252,11 @@ def test_on_a_terminal_curves_are_braille_in_the_terminals_own_colours(pair: Any
 
     from rich.console import Console
 
-    from clustertrain.report.runs import comparison, text
+    from clustertrain.report.runs import compare, compare_text
 
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard", highlight=False)
-    text.show(comparison.of_runs(pair), console)
+    compare_text.show(compare.of_runs(pair), console)
     shown = out.getvalue()
     assert re.search("\x1b\\[34m[\u2801-\u28ff]", shown) and re.search("\x1b\\[31m[\u2801-\u28ff]", shown)
     assert re.search("\x1b\\[34mA", shown) and re.search("\x1b\\[31mB", shown)  # each line's end has its letter

@@ -15,7 +15,7 @@ from clustertrain import fsio
 from clustertrain.cli.common import find_run, find_runs
 from clustertrain.cli.main import main
 from clustertrain.errors import Ambiguous
-from clustertrain.report.runs.comparison import Value
+from clustertrain.report.runs.compare import Value
 from clustertrain.report.runs.sweep import Reader
 from clustertrain.run import metric_curves
 from clustertrain.run.run_dir import RunDir

@@ -12,7 +12,7 @@ import pytest
 from clustertrain import fsio
 from clustertrain.errors import CommandFailed
 from clustertrain.report import status, terminal
-from clustertrain.report.prediction import Prediction
+from clustertrain.report.plan_vs_measured import Prediction
 from clustertrain.run import run_dir, state
 from clustertrain.run.run_dir import RunDir
 from clustertrain.scheduler import run_status as looking

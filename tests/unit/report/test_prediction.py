@@ -18,8 +18,8 @@ from clustertrain.config.data import DataSpec
 from clustertrain.config.job import JobSpec, RunSpec
 from clustertrain.config.recipe import ModelSpec, Recipe, TrainSpec
 from clustertrain.plan.planner import plan
-from clustertrain.report import prediction
-from clustertrain.report.prediction import Pair, Prediction
+from clustertrain.report import plan_vs_measured
+from clustertrain.report.plan_vs_measured import Pair, Prediction
 from clustertrain.report.status import predicted
 from clustertrain.report.terminal import ASCII, UNICODE, Glyphs, brief_time, emit, make_console
 from clustertrain.run import run_dir
@@ -79,7 +79,7 @@ def test_a_gpu_run_has_both_sides_of_every_row(run: RunDir) -> None:
     asked = planned(run)
     trained(run, 1, 2.0)
     record(run.attempt(1), [(gpu(0), busy(used_gib=40.0))])
-    found = prediction.of_run(run)
+    found = plan_vs_measured.of_run(run)
     assert found.step_s == Pair(asked["time"]["step_s"], 2.0) and found.step_s.predicted
     assert found.tokens_per_s_per_gpu == Pair(asked["time"]["tokens_per_s_per_gpu"], TOKENS / 2.0 / RANKS)
     assert found.peak_gib == Pair(asked["memory"]["peak_gib"], 40.0)
@@ -92,7 +92,7 @@ def test_a_gpu_run_has_both_sides_of_every_row(run: RunDir) -> None:
 def test_on_cpus_nothing_was_predicted_and_memory_is_not_compared(run: RunDir) -> None:
     planned(run, "cpu")
     trained(run, 1, 2.0)
-    found = prediction.of_run(run)
+    found = plan_vs_measured.of_run(run)
     assert found.step_s == Pair(None, 2.0) and found.step_s.ratio is None
     assert found.peak_gib == found.allocated_gib == Pair(None, None)
 
@@ -101,7 +101,7 @@ def test_attempts_on_fewer_ranks_do_not_count(run: RunDir) -> None:
     planned(run)
     trained(run, 1, 2.0)
     trained(run, 2, 7.0, world_size=6, steps=100)
-    found = prediction.of_run(run)
+    found = plan_vs_measured.of_run(run)
     assert (found.step_s.measured, found.attempts, found.other_attempts) == (2.0, (1,), (2,))
     assert "not counted: attempt 2, on another number of ranks than the plan's" in shown(found)
 
@@ -111,7 +111,7 @@ def test_without_a_plan_that_reads_there_is_nothing_to_say(run: RunDir, plan_jso
     if plan_json is not None:
         run.plan.write_text(plan_json)
     trained(run, 1, 2.0)
-    assert prediction.of_run(run) == Prediction()
+    assert plan_vs_measured.of_run(run) == Prediction()
     assert predicted(Prediction(), UNICODE) == []
 
 

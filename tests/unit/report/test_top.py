@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from clustertrain import clock, fsio
-from clustertrain.report import terminal, top
-from clustertrain.report.live import METRICS_BYTES, EventView, Live, Row, View
-from clustertrain.report.top import Shown
+from clustertrain.report import terminal
+from clustertrain.report.top import screen
+from clustertrain.report.top.screen import Shown
+from clustertrain.report.top.state import METRICS_BYTES, EventView, Live, Row, View
 from clustertrain.run import heartbeat
 from clustertrain.run.run_dir import RunDir
 from tests.unit.report import live_runs
@@ -47,7 +48,7 @@ def run(tmp_path: Path, now: float) -> RunDir:
 
 
 def frame(view: View, width: int = 80, height: int | None = 24, shown: Shown | None = None) -> list[str]:
-    found = top.lines(view, width, height, terminal.UNICODE, shown or Shown())
+    found = screen.lines(view, width, height, terminal.UNICODE, shown or Shown())
     return [line.plain for line in found]
 
 
@@ -157,7 +158,7 @@ def test_wide_terminals_show_more(run: RunDir) -> None:
 def test_without_block_characters_it_is_ascii(run: RunDir) -> None:
     view = Live(run).view(wait=True)
     for width in (80, 160):
-        text = "\n".join(line.plain for line in top.lines(view, width, 50, terminal.ASCII, Shown()))
+        text = "\n".join(line.plain for line in screen.lines(view, width, 50, terminal.ASCII, Shown()))
         assert text.isascii()
         assert "#" in text
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from clustertrain import fsio
-from clustertrain.report import compare as report
+from clustertrain.report import telemetry_compare as report
 from clustertrain.report import terminal
 from clustertrain.run.run_dir import RunDir
 from clustertrain.telemetry.analysis import compare

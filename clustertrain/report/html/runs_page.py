@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clustertrain.report import html, plot
+from clustertrain.report import braille_plot, html
 from clustertrain.report.html import page
-from clustertrain.report.runs import text
-from clustertrain.report.runs.comparison import Comparison
+from clustertrain.report.runs import compare_text
+from clustertrain.report.runs.compare import Comparison
 from clustertrain.submit import templates
 
 
@@ -26,10 +26,10 @@ def render(found: Comparison) -> str:
     styles = [page.read(page.VENDORED / "uPlot.min.css"), page.read(templates.folder() / "telemetry" / "page.css")]
     environment = page.environment(folder)
     environment.filters["shown"] = _shown
-    environment.filters["brief"] = lambda value: "–" if value is None else plot.brief(value)
-    environment.filters["said"] = lambda value: text.said(value, "–")
+    environment.filters["brief"] = lambda value: "–" if value is None else braille_plot.brief(value)
+    environment.filters["said"] = lambda value: compare_text.said(value, "–")
     data = {
-        "axis": text.AXES[found.by],
+        "axis": compare_text.AXES[found.by],
         "runs": [
             {"letter": s.letter, "run": s.run, "curves": {n: {"x": c.x, "y": c.y} for n, c in s.curves.items()}}
             for s in found.runs
@@ -37,7 +37,7 @@ def render(found: Comparison) -> str:
     }
     return environment.get_template("page.html.j2").render(
         c=found,
-        verdict=text.verdict(found).plain,
+        verdict=compare_text.verdict(found).plain,
         policy=page.policy(scripts, styles),
         scripts=[Markup(x) for x in scripts],
         styles=[Markup(x) for x in styles],

@@ -13,9 +13,9 @@ import msgspec
 from rich.text import Text
 
 from clustertrain.report import terminal
-from clustertrain.report.live import EventView, NodeView, Row, View
 from clustertrain.report.status import STYLE
 from clustertrain.report.terminal import Glyphs, brief_time, duration, meter, percent, used_of
+from clustertrain.report.top.state import EventView, NodeView, Row, View
 
 WIDE = 120
 SORTS = ("node", "utilization", "memory", "power", "temperature", "step")

@@ -18,8 +18,8 @@ import msgspec
 
 from clustertrain import clock, fsio
 from clustertrain.errors import ClusterTrainError, NotReadable
-from clustertrain.report import pace
-from clustertrain.report.event_words import in_words
+from clustertrain.report.event_text import in_words
+from clustertrain.report.top import eta
 from clustertrain.run import events, heartbeat, json_files
 from clustertrain.run import metrics_file as rows
 from clustertrain.run.events import Event
@@ -234,7 +234,7 @@ class _Attempt:
         log = self._read_events()
         expected = _nodes_of(self.dir) if not self._nodes else ()
         steps = [r.step for r in self._table if r.step is not None]
-        recent = pace.recent(self._rows)
+        recent = eta.recent(self._rows)
         step = max([*steps, *(int(r["step"]) for r in self._rows[-1:])], default=frame.step) if running else frame.step
         deadline = json_files.peek(self.dir.deadline).get("end_time") if running else None
         return msgspec.structs.replace(
@@ -245,7 +245,7 @@ class _Attempt:
             rows=self._table,
             events=_told(log),
             allocation_ends=deadline if json_files.is_number(deadline) else None,
-            **pace.of(recent, log, step, frame.total_steps, now if running else None),
+            **eta.of(recent, log, step, frame.total_steps, now if running else None),
         )
 
     def _read_nodes(self) -> None:

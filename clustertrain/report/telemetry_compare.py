@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clustertrain.report import notes, status, terminal
-from clustertrain.report.runs.text import said
+from clustertrain.report import insights, status, terminal
+from clustertrain.report.runs.compare_text import said
 from clustertrain.report.terminal import Glyphs
 from clustertrain.telemetry.analysis.compare import FIGURES, Comparison, Figure, Side
 from clustertrain.telemetry.report_schema import Note
@@ -169,4 +169,4 @@ def _settings(found: Comparison, signs: Glyphs) -> list[RenderableType]:
 
 
 def _notes(title: str, only: list[Note]) -> list[RenderableType]:
-    return [Text(title, style="bold"), *notes.render(only)[1:]] if only else []
+    return [Text(title, style="bold"), *insights.render(only)[1:]] if only else []

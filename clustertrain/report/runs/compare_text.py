@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clustertrain.config.parsing import text_of
-from clustertrain.report import plot, status, terminal
-from clustertrain.report.runs.comparison import Comparison, Side
+from clustertrain.report import braille_plot, status, terminal
+from clustertrain.report.runs.compare import Comparison, Side
 from clustertrain.report.tables import Column, fitted
 from clustertrain.report.terminal import Glyphs
 
@@ -29,10 +29,10 @@ def render(found: Comparison, width: int, signs: Glyphs, *, colours: bool) -> li
     parts.append([_figures(found, width, signs)])
     across = terminal.FALLBACK if width == terminal.UNBROKEN else width
     for name in found.shown:
-        lines = [plot.Line(s.letter, s.curves[name].x, s.curves[name].y) for s in found.runs]
+        lines = [braille_plot.Line(s.letter, s.curves[name].x, s.curves[name].y) for s in found.runs]
         height = TALLER if across >= WIDE else HEIGHT
         parts.append(
-            list(plot.plot(lines, across, height, signs, colours=colours, x_label=AXES[found.by], y_label=name))
+            list(braille_plot.plot(lines, across, height, signs, colours=colours, x_label=AXES[found.by], y_label=name))
         )
     parts.append(_settings(found, signs))
     parts.append([Text(f"note: {note}") for note in found.notes])
@@ -44,7 +44,7 @@ def _runs(found: Comparison, width: int, *, colours: bool) -> Group:
     ids, states = (max(len(getattr(s, name)) for s in found.runs) for name in ("run", "state"))
     lines: list[Text] = []
     for i, side in enumerate(found.runs):
-        name = Text.assemble((side.letter, f"bold {plot.style_of(i)}" if colours else "bold"), f"  {side.run}")
+        name = Text.assemble((side.letter, f"bold {braille_plot.style_of(i)}" if colours else "bold"), f"  {side.run}")
         rest = " " * (states - len(side.state))
         about = Text.assemble(status.styled(side.state), f"{rest}  recipe {side.recipe_hash}")
         one = Text.assemble(name, " " * (ids - len(side.run) + 2), about)
@@ -88,7 +88,7 @@ def _figures_of(side: Side, signs: Glyphs, *, common: bool) -> list[str]:
         shown(side.final and side.final.value, ".5g"),
         *([shown(side.at_common, ".5g")] if common else []),
         shown(side.steps_per_s, ".3g"),
-        signs.dash if side.tokens is None else plot.brief(side.tokens),
+        signs.dash if side.tokens is None else braille_plot.brief(side.tokens),
         shown(side.gpu_hours, ".3g"),
         str(side.attempts),
     ]
