@@ -61,7 +61,7 @@ def plan(
     if note:
         click.echo(f"note: {note}", err=True)
     if find_micro_batch:
-        from clustertrain.cli.probe import find_micro_batch as find
+        from clustertrain.cli.find_micro_batch import find_micro_batch as find
 
         return find(prepared, as_json=as_json)
     if as_json:
