@@ -18,9 +18,9 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.run.run_spec import load_spec
 from clustertrain.train import trainer as loop
 from clustertrain.train.core.context import read_plan
+from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.main import as_rank
 from clustertrain.train.session.session import Session
-from clustertrain.train.step.train_step import Stepped
 from clustertrain.train.trainer import Trainer, trainer
 
 PATIENCE_S = 300.0  # for the save under way
@@ -34,7 +34,7 @@ def main() -> int:
 
         @dataclasses.dataclass(frozen=True)
         class Ended(Trainer):
-            def step(self) -> Stepped:
+            def step(self) -> StepResult:
                 if self.session.step >= last:
                     assert run is not None
                     clock.wait_until(lambda: committed in run.committed_steps(), PATIENCE_S)

@@ -18,11 +18,11 @@ from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
 from clustertrain.run.run_dir import RunDir
 from clustertrain.train import trainer as loop
+from clustertrain.train.core import step_types
 from clustertrain.train.data import permutation
 from clustertrain.train.distributed.dropout import Dropout
 from clustertrain.train.models.build import Task, task
 from clustertrain.train.session.session import session
-from clustertrain.train.step import train_step
 from clustertrain.train.trainer import Trainer
 
 # What attention modules call their dropout.
@@ -115,13 +115,15 @@ def output_of(t: Trainer, batch: Any) -> Any:
     """The model's output on ``batch``, in the precision of training."""
     inputs, _ = batch
     with t.session.autocast():
-        return train_step.call(t.model, inputs, None)
+        return step_types.call_model(t.model, inputs, None)
 
 
 def mean_loss(t: Trainer, batch: Any) -> torch.Tensor:
     """Of one micro-batch, a scalar on the device."""
     with t.session.autocast():
-        value, count = train_step.weighed(t.loss(train_step.call(t.model, batch[0], None), batch[1]), batch[1], False)
+        value, count = step_types.as_sum_and_count(
+            t.loss(step_types.call_model(t.model, batch[0], None), batch[1]), batch[1], False
+        )
     mean: torch.Tensor = value.float() / count
     return mean
 

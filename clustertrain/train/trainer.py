@@ -10,6 +10,7 @@ from torch import nn
 from clustertrain.config.evaluation import PREFIX
 from clustertrain.config.recipe import Recipe
 from clustertrain.plan.layout import Batch
+from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data import describe
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.models.build import Task, task
@@ -18,7 +19,6 @@ from clustertrain.train.optim.lr_schedule import LearningRate
 from clustertrain.train.recipe_evaluation import of_recipe
 from clustertrain.train.session.session import Session, session
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.step.train_step import Loss, Stepped
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Trainer:
     loss: Loss
     clip: Clipping
 
-    def step(self) -> Stepped:
+    def step(self) -> StepResult:
         """One optimizer step over the next global batch."""
         return self.session.train_step(next(self.data), self.loss, clip=self.clip)
 

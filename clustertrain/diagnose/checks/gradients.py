@@ -23,7 +23,7 @@ from clustertrain.diagnose.checks.float64_mode import doubled
 from clustertrain.diagnose.child_output import Tell
 from clustertrain.diagnose.registry import Finding, Verdict
 from clustertrain.diagnose.subject import Subject, batch_of, no_dropout, tensors
-from clustertrain.train.step import train_step
+from clustertrain.train.core import step_types
 from clustertrain.train.trainer import Trainer
 
 GOOD, BUG = 1e-7, 1e-5  # of the relative error
@@ -95,8 +95,8 @@ def _of(t: Trainer, subject: Subject, tell: Tell) -> Finding:
     def loss() -> torch.Tensor:
         torch.manual_seed(0)
         with doubled():
-            output = train_step.call(model, batch[0], None)
-            value, number = train_step.weighed(t.loss(output, batch[1]), batch[1], False)
+            output = step_types.call_model(model, batch[0], None)
+            value, number = step_types.as_sum_and_count(t.loss(output, batch[1]), batch[1], False)
             return value / number
 
     first = loss()

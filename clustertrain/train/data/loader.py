@@ -16,13 +16,13 @@ from clustertrain import clock
 from clustertrain.config.data import READERS
 from clustertrain.errors import CheckpointError, ConfigError, EnvironmentNotFit
 from clustertrain.plan import batch as batches
+from clustertrain.train.core import step_timer
 from clustertrain.train.core.seeds import derive
 from clustertrain.train.core.stop import SIGNALS
 from clustertrain.train.data import permutation
 from clustertrain.train.data.prefetch import ToDevice
 from clustertrain.train.data.sample_checks import Check, Limits, listed
 from clustertrain.train.data.sample_reader import Key, MapStyle, Reader, Refused
-from clustertrain.train.profiling import profiler
 
 __all__ = ["Loader", "MapStyle", "workers_for"]
 
@@ -162,9 +162,9 @@ class Loader:
             self._iterator = self._start()
         parts = []
         for _ in range(self._rounds):
-            with profiler.part("data"):
+            with step_timer.part("data"):
                 batch = settled(next(self._iterator))
-            with profiler.part("host_to_device"):
+            with step_timer.part("host_to_device"):
                 parts.append(self._to_device(batch))
         self.places = [torch.tensor([p for _, p in keys]) for keys in self.micro_batches_at(self.position)]
         self.position = self.after(self.position)

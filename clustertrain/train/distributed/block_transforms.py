@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import units
-from clustertrain.train.profiling.compile_trial import inductor
 
 aten = torch.ops.aten
 # Dear to redo: matmuls, convolutions and attention. All else is redone in the backward pass: norms, activation

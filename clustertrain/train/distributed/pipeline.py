@@ -19,10 +19,10 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.plan import pipeline_schedules as plan
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.step_types import Loss, as_sum_and_count, pack_sum_count, takes_samples
 from clustertrain.train.distributed import pipeline_stages, precision
 from clustertrain.train.distributed.pipeline_forward import ForwardOnly
 from clustertrain.train.distributed.pipeline_stages import Stage
-from clustertrain.train.step.train_step import Loss, figures, takes_samples, weighed
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": torch_pipelining.ScheduleGPipe,
@@ -148,9 +148,9 @@ class Pipeline(nn.Module):
         def loss(output: Any, i: int) -> torch.Tensor:
             target = micro_batches[i][1]
             with precision.autocast(self._context):
-                value, count = weighed(loss_fn(output, target), target, nobodys[i])
+                value, count = as_sum_and_count(loss_fn(output, target), target, nobodys[i])
             # By number and not added up: torch calls it once more to learn the shapes.
-            counted[i] = figures(value.detach(), count)
+            counted[i] = pack_sum_count(value.detach(), count)
             return value * scale
 
         self._loss = loss

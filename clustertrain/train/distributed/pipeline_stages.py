@@ -13,7 +13,6 @@ from clustertrain.config.parallel import SINGLE_STAGE_SCHEDULES
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError
 from clustertrain.plan.layout import Layout
-from clustertrain.train.models.decoder import Decoder
 
 # Modules that stay together, by name; a name in two units is a copy in each of their stages.
 Unit = tuple[str, ...]
@@ -46,11 +45,8 @@ def units(model: nn.Module) -> list[Unit]:
     Raises:
         ConfigError: they cannot be told, or do not hold all of its parameters.
     """
-    if isinstance(model, Decoder):
-        tied = ("embed",) if model.spec.tie_embeddings else ()
-        found: list[Unit] = [("embed",), *((f"layers.{n}",) for n in model.layers), ("norm", "head", *tied)]
-    elif hasattr(model, "pipeline_units"):
-        found = [(u,) if isinstance(u, str) else tuple(u) for u in model.pipeline_units]  # type: ignore[union-attr]
+    if hasattr(model, "pipeline_units"):
+        found: list[Unit] = [(u,) if isinstance(u, str) else tuple(u) for u in model.pipeline_units]  # type: ignore[union-attr]
     elif isinstance(model, nn.Sequential):
         found = [(name,) for name, _ in model.named_children()]
     else:

@@ -18,13 +18,13 @@ from clustertrain.config.evaluation import PREFIX, SLICE
 from clustertrain.config.parsing import nearest
 from clustertrain.errors import ConfigError, UsageError
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.step_types import Loss, as_sum_and_count, call_model
 from clustertrain.train.data.sample_checks import where
 from clustertrain.train.distributed import precision
 from clustertrain.train.distributed.mesh import Groups
 from clustertrain.train.evaluation.dataset_pass import Portion
 from clustertrain.train.evaluation.eval_mode import still
 from clustertrain.train.evaluation.metrics import Metric, terms_of, whole
-from clustertrain.train.step.train_step import Loss, call, weighed
 
 MOST_SLICES = 100  # a row of the run's metrics has a number for each of them and each metric
 
@@ -132,7 +132,7 @@ class Evaluator:
         if not self._pipeline:
             for portion, (inputs, target) in zip(chunk, pairs, strict=True):
                 with precision.autocast(self._context):
-                    output = call(self._model, inputs, None)
+                    output = call_model(self._model, inputs, None)
                 yield portion, output, target
             return
         _check_alike(pairs)
@@ -158,7 +158,7 @@ class Evaluator:
         for part, rows in parts.items():  # none: the micro-batch only fills a gap
             some = (output, target) if len(parts) == 1 else (_rows(output, rows), _rows(target, rows))
             with precision.autocast(self._context):
-                found = [weighed(loss_fn(*some), some[1], nobodys=False)]
+                found = [as_sum_and_count(loss_fn(*some), some[1], nobodys=False)]
             found += [terms_of(metric, *some, ignored) for metric in metrics]
             for column, (total, count) in enumerate(found):
                 of = torch.as_tensor(count, device=sums.device).double()

@@ -13,6 +13,7 @@ from clustertrain.config import cross_checks
 from clustertrain.config.recipe import ModelSpec, Recipe
 from clustertrain.errors import ConfigError
 from clustertrain.train.core import entry_points
+from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.datasets import datasets, limits_of
 from clustertrain.train.data.loader import MapStyle
 from clustertrain.train.data.sample_checks import Limits
@@ -20,7 +21,6 @@ from clustertrain.train.models import losses, train_mode
 from clustertrain.train.models.convnet import ConvNet
 from clustertrain.train.models.decoder import Decoder
 from clustertrain.train.models.two_tower import TwoTower
-from clustertrain.train.step.train_step import Loss
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,12 @@ class Decoder(nn.Module):
         self.head: nn.Module | None = head
 
     @property
+    def pipeline_units(self) -> list[tuple[str, ...]]:
+        """The units that pipeline stages are made of, in the order of execution. A tied embedding belongs to two."""
+        tied = ("embed",) if self.spec.tie_embeddings else ()
+        return [("embed",), *((f"layers.{n}",) for n in self.layers), ("norm", "head", *tied)]
+
+    @property
     def tp_divides(self) -> dict[str, int]:
         """What must divide over the ranks of tensor parallel."""
         spec = self.spec

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from clustertrain.checkpoint.core.state_dict import is_dtensor
 from clustertrain.config.recipe import Recipe
 from clustertrain.errors import ConfigError
-from clustertrain.train.step.train_step import Loss
+from clustertrain.train.core.step_types import Loss
 
 Summed = tuple[torch.Tensor, "torch.Tensor | int"]
 

@@ -9,10 +9,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from clustertrain.train.stability.warnings import Warning
-
-LISTED = 5
-
 
 def in_eval_mode(model: nn.Module) -> list[str]:
     """The names of the outermost modules in evaluation mode that hold parameters to train; the whole model is
@@ -27,24 +23,6 @@ def _outermost(module: nn.Module, name: str) -> Iterator[str]:
         return
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
-
-
-def warning(names: Sequence[str], *, switched: bool) -> Warning:
-    """``switched``: the trainer has put them into training mode."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    which = "the model" if list(names) == [""] else ", ".join(names[:LISTED]) + more
-    was = f"{which} {'was' if len(names) == 1 else 'were'}"
-    if switched:
-        return Warning(
-            "eval_mode",
-            f"{was} in evaluation mode with parameters to train, and is now in training mode",
-            "if a part has to stay in evaluation mode (a frozen batch norm), list it in optim.freeze",
-        )
-    return Warning(
-        "eval_mode",
-        f"{was} in evaluation mode in a training step: no dropout there, and batch norms do not update",
-        "call model.train() before the loop, and again after your own evaluation; freeze what has to stay as it is",
-    )
 
 
 def set_train_mode(model: nn.Module) -> list[str]:

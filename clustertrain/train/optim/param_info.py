@@ -12,7 +12,6 @@ from clustertrain.checkpoint.core.state_dict import clean, unwrap
 from clustertrain.config.module_patterns import fits, near
 from clustertrain.errors import ConfigError
 from clustertrain.train.distributed import data_parallel, pipeline_stages
-from clustertrain.train.models.decoder import Decoder
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # By module type and not by name: a norm is a norm whatever it is called.
@@ -112,7 +111,7 @@ def _depths(model: nn.Module) -> tuple[dict[str, int] | None, str]:
     """By parameter name how many layers lie above it, or why that is not known."""
     named = [(clean(n), n) for n, _ in model.named_parameters(remove_duplicate=False)]
     order = [n for n, _ in named]
-    if isinstance(model, (Decoder, nn.Sequential)) or hasattr(model, "pipeline_units"):
+    if isinstance(model, nn.Sequential) or hasattr(model, "pipeline_units"):
         try:
             units = pipeline_stages.units(model)
         except ConfigError as e:

@@ -17,45 +17,12 @@ from clustertrain.checkpoint.core.control_group import Ranks
 from clustertrain.checkpoint.core.state_dict import parts
 from clustertrain.train.core import seeds
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.distributed.compile import inductor
 from clustertrain.train.distributed.data_parallel import units
 
 log = logging.getLogger(__name__)
 
 TIMED = 2  # passes, of which the quicker counts
-
-
-class Inductor:
-    """torch's compiler. While it is ``tolerant`` it does not fail: what it cannot compile runs as written, so that
-    the other ranks meet this one in all that they send. ``failed`` has the first reason."""
-
-    def __init__(self) -> None:
-        self.failed: Exception | None = None
-        self._tolerant = False
-
-    @contextmanager
-    def tolerant(self) -> Iterator[None]:
-        self.failed, self._tolerant = None, True
-        try:
-            yield
-        finally:
-            self._tolerant = False
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        compiler = torch._dynamo.lookup_backend("inductor")
-        if not self._tolerant:
-            return compiler(graph, inputs)
-        from torch._functorch import config
-
-        try:
-            # With its backward pass, which would be compiled when it is reached.
-            with config.patch(force_non_lazy_backward_lowering=True):
-                return compiler(graph, inputs)
-        except Exception as e:  # of the compiler's many
-            self.failed = self.failed or e
-            return graph.forward
-
-
-inductor = Inductor()  # one for all layers: dynamo compiles anew for another one
 
 
 def try_out(

@@ -1,68 +1,25 @@
 """A window of profiled steps: a trace for a viewer, the dearest operations, and where the time of one step goes.
 
-On rank 0 alone; the steps of the window are slower, and slow the others down with them. Elsewhere :func:`part` is a
-function that returns a context that does nothing.
+On rank 0 alone; the steps of the window are slower, and slow the others down with them. Elsewhere
+:func:`clustertrain.train.core.step_timer.part` returns a context that does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from clustertrain import clock, fsio
+from clustertrain import fsio
+from clustertrain.train.core import step_timer
+from clustertrain.train.core.step_timer import StepTimer
 
-Part = Literal["data", "host_to_device", "forward", "backward", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "host_to_device", "forward", "backward", "optimizer")
 TOP = 10
 # As torch.profiler names what gloo and NCCL do.
 _COMMUNICATION = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 _US = 1e-6
-
-
-class _Clock:
-    """Of the parts of one step, each ended by waiting for the device, so that they add up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.parts_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._inside = False
-        self._started = self._now()
-        self.step_s = 0.0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return clock.monotonic()
-
-    @contextmanager
-    def part(self, name: Part) -> Iterator[None]:
-        if self._inside:  # what is inside another part is that one's
-            yield
-            return
-        self._inside, started = True, self._now()
-        try:
-            yield
-        finally:
-            self.parts_s[name] += self._now() - started
-            self._inside = False
-
-    def end(self) -> None:
-        self.step_s = self._now() - self._started
-
-
-_clock: _Clock | None = None
-_named = False
-
-
-def part(name: Part) -> AbstractContextManager[Any]:
-    """Around a part of the step. Free but for the call unless this step is profiled."""
-    if _clock is not None:
-        return _clock.part(name)
-    return torch.profiler.record_function(name) if _named else nullcontext()
 
 
 class Profiler:
@@ -82,45 +39,41 @@ class Profiler:
         self._traced: list[int] = []
 
     def begin(self, step: int) -> None:
-        global _clock, _named
         if step not in self._steps:
             return
         if step == self._steps[-1]:
             self._end_of_trace()
-            _clock, _named = _Clock(self._device), False
+            step_timer.start(self._device)
             return
         if self._trace is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._trace, _named = torch.profiler.profile(activities=activities), True
+            self._trace = torch.profiler.profile(activities=activities)
+            step_timer.name_parts(True)
             self._trace.start()
         self._traced.append(step)
 
     def end(self, step: int) -> None:
-        global _clock
-        if _clock is None or step not in self._steps:
-            return
-        timed, _clock = _clock, None
-        timed.end()
-        self._write(step, timed)
+        timed = step_timer.stop() if step in self._steps else None
+        if timed is not None:
+            self._write(step, timed)
 
     def close(self) -> None:
         """Of a run that ends, or goes back, inside the window: what was traced is written all the same. No other
         window follows."""
-        global _clock
-        _clock, self._steps = None, range(0)
+        step_timer.stop()
+        self._steps = range(0)
         if self._trace is not None:
             self._end_of_trace()
             self._write(None, None)
 
     def _end_of_trace(self) -> None:
-        global _named  # noqa: PLW0603
-        _named = False
+        step_timer.name_parts(False)
         if self._trace is not None:
             self._trace.stop()
 
-    def _write(self, step: int | None, timed: _Clock | None) -> None:
+    def _write(self, step: int | None, timed: StepTimer | None) -> None:
         assert self._folder is not None
         self._folder.mkdir(exist_ok=True)
         steps = [*self._traced, *([step] if step is not None else [])]
@@ -143,7 +96,7 @@ class Profiler:
         print(words, flush=True)
         self._event("profiled", steps=[steps[0], steps[-1]], path=str(self._folder / name))
 
-    def _parts(self, timed: _Clock) -> dict[str, float]:
+    def _parts(self, timed: StepTimer) -> dict[str, float]:
         return {**timed.parts_s, "other": max(0.0, timed.step_s - sum(timed.parts_s.values()))}
 
 

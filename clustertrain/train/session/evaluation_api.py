@@ -11,6 +11,7 @@ from torch import nn
 from clustertrain import clock
 from clustertrain.errors import UsageError
 from clustertrain.run import heartbeat
+from clustertrain.train.core.step_types import Loss
 from clustertrain.train.data.loader import MapStyle
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.evaluation.best_metric import Judge
@@ -20,7 +21,6 @@ from clustertrain.train.evaluation.metrics import Own, named
 from clustertrain.train.evaluation.schedule import Evaluations
 from clustertrain.train.profiling import compile_trial
 from clustertrain.train.session.runtime import Opened
-from clustertrain.train.step.train_step import Loss
 
 DEFAULT_MICRO_BATCH = 8  # where nothing else tells
 

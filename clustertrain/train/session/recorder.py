@@ -14,6 +14,7 @@ from clustertrain.run.run_dir import RunDir
 from clustertrain.train.core.async_copy import Arriving
 from clustertrain.train.core.context import RankContext
 from clustertrain.train.core.memory import allocated_gib, peak_allocated_gib
+from clustertrain.train.core.step_types import StepResult, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.optim.lr_schedule import LR_SCALE
 from clustertrain.train.session.heartbeat import Marks
@@ -21,7 +22,6 @@ from clustertrain.train.session.metrics_writer import Metrics, Plain, Scalar, ch
 from clustertrain.train.stability.layer_stats import Layers
 from clustertrain.train.stability.monitor import Watch
 from clustertrain.train.stability.warnings import BAD_SAMPLES, Warnings
-from clustertrain.train.step.train_step import Stepped, alone
 
 _GIB = 1 << 30
 _BAD = ("_bad", "_bad_numbers", "_bad_squares")  # arrive with a row, and are not in it
@@ -73,7 +73,7 @@ class Recorder:
     def apart(self, seconds: float) -> None:
         self._apart_s += seconds
 
-    def stepped(self, done: Stepped, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, done: StepResult, optimizer: torch.optim.Optimizer) -> None:
         """What goes into the row of the step under way, where the script has not logged the same."""
         names = ("loss", "grad_norm", "clipped", "clip_fraction", "skipped", "spike", *_BAD)
         figures = (
@@ -100,7 +100,7 @@ class Recorder:
         if not bad or self.watch is None or row.get("overflow"):
             return
         if row["skipped"] or row["spike"]:
-            named = self.watch.named(row["step"], alone(*bad))
+            named = self.watch.named(row["step"], sole_bad_micro_batch(*bad))
             row.update({BAD_SAMPLES: named} if named else {})
 
     def begin(self, step: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from clustertrain.checkpoint.core.state_dict import parts
 from clustertrain.errors import UsageError
+from clustertrain.train.core.step_types import Loss, StepResult
 from clustertrain.train.data.loader import Loader, MapStyle, workers_for
 from clustertrain.train.data.sample_checks import Limits
 from clustertrain.train.distributed import data_parallel, grad_norm, mesh
@@ -25,9 +26,10 @@ from clustertrain.train.optim import build, param_groups, param_info, registry
 from clustertrain.train.session.evaluation_api import Evaluating
 from clustertrain.train.session.metrics_writer import Scalar
 from clustertrain.train.session.step_loop import Steps
+from clustertrain.train.stability import warnings
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.monitor import Watch
-from clustertrain.train.step.train_step import Loss, Stepped, TrainStep
+from clustertrain.train.step.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class Session(Evaluating):
 
     def _warn_eval_mode(self, names: Sequence[str], *, switched: bool = False) -> None:
         if self.is_main:
-            self._warnings.tell(train_mode.warning(names, switched=switched), self.step + 1)
+            self._warnings.tell(warnings.eval_mode_warning(names, switched=switched), self.step + 1)
 
     def parameter_groups(
         self,
@@ -183,7 +185,9 @@ class Session(Evaluating):
             words = "; ".join(f"{g['group']}: {g['parameters']:,} in {g['tensors']} tensors" for g in told)
             log.info("optimizer %s: %s; frozen: %s", name, words, f"{frozen:,}")
 
-    def train_step(self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None) -> Stepped:
+    def train_step(
+        self, batch: Any, loss_fn: Loss, *, clip_norm: float = 0.0, clip: Clipping | None = None
+    ) -> StepResult:
         """One optimizer step over ``batch``, under every layout: forward, backward, reduction, clipping to a global
         norm of at most ``clip_norm`` (0: none), update. A step whose loss or gradient is not finite on any rank is
         skipped by all of them. Its loss, rate and gradient norm go into the step's row.

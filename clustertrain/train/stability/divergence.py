@@ -14,7 +14,7 @@ from typing import Any
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import Diverged
 from clustertrain.train.core.async_copy import Arriving
-from clustertrain.train.step.train_step import Stepped
+from clustertrain.train.core.step_types import StepResult
 
 LAG = 2  # steps: the host runs ahead of a GPU, and so far may it do so
 
@@ -45,7 +45,7 @@ class Supervisor:
         self.skipped = 0
         self.overflows = 0
 
-    def put(self, step: int, done: Stepped) -> None:
+    def put(self, step: int, done: StepResult) -> None:
         """``step``: the number of the step that was done, from 1."""
         names = ("loss", "grad_norm", "skipped", "finite", "spike")
         figures = Arriving(names, [done.loss, done.grad_norm, done.skipped, done.finite, done.spike])

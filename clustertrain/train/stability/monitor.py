@@ -9,11 +9,11 @@ from torch import nn
 
 from clustertrain.checkpoint.load.rollback import Wanted
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.stability.divergence import LAG, Back, Supervisor, Trail
 from clustertrain.train.stability.layer_stats import Layers
 from clustertrain.train.stability.step_guard import Guard
-from clustertrain.train.step.train_step import Stepped
 
 STATE = "stability"  # its name in the state of the run
 
@@ -31,7 +31,7 @@ class Watch:
         self._trail = Trail(spec.max_skipped + spec.roll_back_margin + LAG + 1)
         self._loaders: dict[str, Loader] = {}
         self._before: dict[str, int] = {}
-        self._last: Stepped | None = None
+        self._last: StepResult | None = None
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """``state``: of the run; its loaders are those whose samples can be left out."""
@@ -49,7 +49,7 @@ class Watch:
         self._before = {name: loader.position for name, loader in self._loaders.items()}
         self._last = None
 
-    def stepped(self, done: Stepped) -> None:
+    def stepped(self, done: StepResult) -> None:
         self._last = done
 
     def step_ends(self, step: int) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,3 +215,24 @@ def _words(value: float | None) -> str:
 def _plain(value: float | None) -> float | str | None:
     """JSON has no word for what is not finite."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+LISTED = 5
+
+
+def eval_mode_warning(names: Sequence[str], *, switched: bool) -> Warning:
+    """``switched``: the trainer has put them into training mode."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    which = "the model" if list(names) == [""] else ", ".join(names[:LISTED]) + more
+    was = f"{which} {'was' if len(names) == 1 else 'were'}"
+    if switched:
+        return Warning(
+            "eval_mode",
+            f"{was} in evaluation mode with parameters to train, and is now in training mode",
+            "if a part has to stay in evaluation mode (a frozen batch norm), list it in optim.freeze",
+        )
+    return Warning(
+        "eval_mode",
+        f"{was} in evaluation mode in a training step: no dropout there, and batch norms do not update",
+        "call model.train() before the loop, and again after your own evaluation; freeze what has to stay as it is",
+    )

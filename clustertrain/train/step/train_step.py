@@ -8,10 +8,8 @@ is cut into micro-batches nor on whether they are equally large.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,102 +17,30 @@ import torch.distributed as dist
 from torch import nn
 
 from clustertrain.checkpoint.core.control_group import Ranks
-from clustertrain.checkpoint.core.state_dict import is_dtensor, unwrap
+from clustertrain.checkpoint.core.state_dict import unwrap
 from clustertrain.errors import UsageError
-from clustertrain.train.core.async_copy import Arriving
+from clustertrain.train.core import step_timer
 from clustertrain.train.core.context import RankContext
+from clustertrain.train.core.step_types import (
+    Loss,
+    StepResult,
+    as_sum_and_count,
+    call_model,
+    index_powers,
+    moments,
+    pack_sum_count,
+    takes_samples,
+)
 from clustertrain.train.distributed import data_parallel, precision
 from clustertrain.train.distributed import grad_norm as gradients
 from clustertrain.train.distributed.mesh import Groups
 from clustertrain.train.distributed.precision import LossScale
-from clustertrain.train.profiling import profiler
 from clustertrain.train.profiling.forward_timer import ForwardTime, waits_for_nobody
 from clustertrain.train.stability import clipping, conditional_step
 from clustertrain.train.stability.clipping import Clipping
 from clustertrain.train.stability.conditional_step import RunningStatistics
 from clustertrain.train.stability.layer_stats import Layers
 from clustertrain.train.stability.step_guard import Guard, Judged
-
-# (output, target) -> mean over the samples, or (sum, how many it is the sum of).
-Loss = Callable[[Any, Any], "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]"]
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """``loss`` is the mean over the global batch, ``grad_norm`` the norm of its gradient before clipping: tensors on
-    the device, equal on all ranks, as all here. ``skipped``: the weights were left as they are, since the loss or the
-    gradient is not finite, or the loss is a spike and the recipe wants such steps skipped. Of a step that counts
-    nothing (all targets masked) the loss is nan, a mean of nothing, and the gradient zero.
-
-    ``clipped``: whether clipping has changed the gradient; ``clip_fraction``: of the last 100 steps the share of those;
-    ``finite``: of loss and gradient; ``spike``: the loss is far above the last ones; ``bad``: :func:`moments` of the
-    micro-batches of all data-parallel ranks; ``overflow``: the gradient of the scaled loss left the range of fp16,
-    which the loss scale takes care of: such a step is skipped and not bad; ``layers``: figures by layer, of a step in
-    which they were asked for."""
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    skipped: torch.Tensor
-    clipped: torch.Tensor
-    clip_fraction: torch.Tensor
-    finite: torch.Tensor
-    spike: torch.Tensor
-    bad: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    overflow: bool = False
-    layers: Arriving | None = None
-
-
-def weighed(value: Any, target: Any, nobodys: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """What a loss function returned, as a sum and its count; nothing for a micro-batch that only fills a gap."""
-    if isinstance(value, tuple):
-        total, count = value
-    else:
-        count = len(target[0] if isinstance(target, (tuple, list)) else target)
-        total = value * count
-    if is_dtensor(total):
-        total = total.full_tensor()  # a loss of split logits, the same on their ranks
-    return (total * 0, 0) if nobodys else (total, count)
-
-
-def figures(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """A micro-batch's (sum of losses, count) in fp64, on the device; no host sync."""
-    if not isinstance(count, torch.Tensor):
-        count = torch.full((), count, device=total.device)  # filled there: a copy would make the host wait
-    return torch.stack([total.double(), count.to(total.device).double()])
-
-
-def powers(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Of ``count`` micro-batches' numbers from ``first`` on the powers 0, 1 and 2, (count, 3) in fp64."""
-    numbers = torch.arange(first, first + count, dtype=torch.float64, device=device)
-    return torch.stack([torch.ones_like(numbers), numbers, numbers.square()], 1)
-
-
-def moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Of the micro-batches whose loss is not finite the sum of the :func:`powers` of their numbers. The sum over the
-    ranks tells which one it is, where it is a single one: :func:`alone`.
-
-    Args:
-        totals: (sum of losses, count) of each micro-batch, (micro-batches, 2).
-    """
-    return ((~totals[:, :1].isfinite()).double() * powers).sum(0)
-
-
-def alone(bad: float, numbers: float, squares: float) -> int:
-    """The number that these are the :func:`moments` of; -1: there is none, or more than one. Ranks that have parts of
-    the same sequences count the same micro-batch several times."""
-    return int(numbers / bad) if bad and bad * squares == numbers**2 else -1
-
-
-def takes_samples(model: nn.Module) -> bool:
-    """Whether ``forward`` has an argument ``samples``: the place of each sample in the run, (batch,) int64."""
-    return "samples" in inspect.signature(model.forward).parameters
-
-
-def call(model: nn.Module, inputs: Any, samples: torch.Tensor | None) -> Any:
-    more = {} if samples is None else {"samples": samples}
-    if isinstance(inputs, dict):
-        return model(**inputs, **more)
-    return model(*inputs, **more) if isinstance(inputs, (tuple, list)) else model(inputs, **more)
 
 
 class TrainStep:
@@ -160,7 +86,7 @@ class TrainStep:
         loss_fn: Loss,
         clip: Clipping,
         look: Layers | None = None,
-    ) -> Stepped:
+    ) -> StepResult:
         """``look``: what is to look at the layers in this step."""
         micro_batches = batch if isinstance(batch, list) else [batch]
         for pair in micro_batches:
@@ -185,10 +111,10 @@ class TrainStep:
         if not self._counts_loss:
             totals = torch.zeros_like(totals)
         if len(self._powers) != len(totals):
-            self._powers = powers(self._context.data_rank * len(totals), len(totals), totals.device)
+            self._powers = index_powers(self._context.data_rank * len(totals), len(totals), totals.device)
         # Without their places nobody can say which samples a micro-batch holds.
         bad = moments(totals, self._powers) if samples else torch.zeros_like(self._powers[0])
-        with profiler.part("optimizer"):
+        with step_timer.part("optimizer"):
             return self._update(torch.cat([sum(totals, start=torch.zeros_like(totals[0])), bad]), clip, look)
 
     @property
@@ -202,7 +128,7 @@ class TrainStep:
         """Forward and backward; leaves the gradients and returns as :meth:`_accumulate`."""
         if self._groups.pipeline() is None:
             return self._accumulate(micro_batches, samples, nobodys, loss_fn)
-        with profiler.part("forward"):  # and backward: the schedule mixes them
+        with step_timer.part("forward"):  # and backward: the schedule mixes them
             found = self._model.run(micro_batches, samples, nobodys, loss_fn, self._scale_now)  # type: ignore[operator]
         return found  # type: ignore[no-any-return]
 
@@ -221,18 +147,18 @@ class TrainStep:
             for i, ((inputs, target), places) in enumerate(zip(micro_batches, samples, strict=True)):
                 with data_parallel.synchronise(self._model, last=i == len(micro_batches) - 1, defer=defer):
                     self.forward.begin()
-                    with profiler.part("forward"), precision.autocast(self._context):
-                        output = call(self._model, inputs, places)
-                        value, count = weighed(loss_fn(output, target), target, nobodys[i])
+                    with step_timer.part("forward"), precision.autocast(self._context):
+                        output = call_model(self._model, inputs, places)
+                        value, count = as_sum_and_count(loss_fn(output, target), target, nobodys[i])
                     self.forward.end()
-                    with profiler.part("backward"):
+                    with step_timer.part("backward"):
                         (value * self._scale_now).backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
-                totals.append(figures(value, count))
+                totals.append(pack_sum_count(value, count))
         data_parallel.check_all_used(self._model)
         return torch.stack(totals)
 
-    def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> Stepped:
+    def _update(self, totals: torch.Tensor, clip: Clipping, look: Layers | None) -> StepResult:
         """``totals``: this rank's sum of losses, its count, and :func:`moments`."""
         for p in self._frozen():
             p.grad = None  # so it is in no norm, and gets no state
@@ -258,7 +184,7 @@ class TrainStep:
         self._statistics.put_back_where(judged.skip)
         self.optimizer.zero_grad()
         self._model.zero_grad()  # also what is in none of its groups, which would add up for ever
-        return Stepped(
+        return StepResult(
             judged.loss,
             judged.norm,
             judged.skip,

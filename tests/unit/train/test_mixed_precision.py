@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.distributed.mesh import Groups
 from clustertrain.train.distributed.precision import LossScale
 from clustertrain.train.stability.clipping import Clipping
-from clustertrain.train.step.train_step import Stepped, TrainStep
+from clustertrain.train.step.train_step import TrainStep
 from tests.unit.train.alone import ALONE
 
 TARGET = (torch.arange(12.0).reshape(4, 3) / 8, torch.ones(4, 2))
@@ -34,7 +35,7 @@ def weights(step: TrainStep) -> list[torch.Tensor]:
     return [p.detach().clone() for p in step.optimizer.param_groups[0]["params"]]
 
 
-def done(step: TrainStep, clip: Clipping | None = None) -> Stepped:
+def done(step: TrainStep, clip: Clipping | None = None) -> StepResult:
     return step(TARGET, None, loss, clip or Clipping())
 
 

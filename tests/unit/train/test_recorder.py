@@ -16,13 +16,13 @@ from clustertrain.config.job import RunSpec
 from clustertrain.config.recipe import Recipe, TrainSpec
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.run.run_dir import RunDir
+from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.session.heartbeat import Marks
 from clustertrain.train.session.recorder import Recorder
 from clustertrain.train.stability.monitor import Watch
 from clustertrain.train.stability.step_guard import Guard
 from clustertrain.train.stability.warnings import Warnings
-from clustertrain.train.step.train_step import Stepped
 from tests.unit.train.alone import ALONE
 
 MODEL = nn.Linear(2, 2)
@@ -39,7 +39,7 @@ class Files:
         return f"{i}.png"
 
 
-def stepped(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> Stepped:
+def stepped(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> StepResult:
     finite = math.isfinite(loss)
     given = {
         "loss": loss, "grad_norm": 2.0, "skipped": not finite, "clipped": True, "clip_fraction": 0.5, "finite": finite,
@@ -48,7 +48,7 @@ def stepped(loss: float = 1.0, micro_batch: int = -1, **more: Any) -> Stepped:
     bad = [1, micro_batch, micro_batch**2] if micro_batch >= 0 else [0, 0, 0]
     overflow = given.pop("overflow", False)
     tensors: dict[str, Any] = {name: torch.tensor(value) for name, value in given.items()}
-    return Stepped(**tensors, bad=(*map(torch.tensor, bad),), overflow=overflow)  # type: ignore[arg-type]
+    return StepResult(**tensors, bad=(*map(torch.tensor, bad),), overflow=overflow)  # type: ignore[arg-type]
 
 
 class Recorded:
@@ -69,7 +69,7 @@ class Recorded:
         self.optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.25)
         self._path = run.metrics_of(1)
 
-    def rows(self, *steps: Stepped, tokens: int = 64) -> list[dict[str, Any]]:
+    def rows(self, *steps: StepResult, tokens: int = 64) -> list[dict[str, Any]]:
         for step, done in enumerate(steps):
             self.recorder.begin(step)
             next(self.data)

@@ -10,13 +10,13 @@ import torch
 
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.errors import Diverged
+from clustertrain.train.core.step_types import StepResult
 from clustertrain.train.stability.divergence import Back, Supervisor, Trail
-from clustertrain.train.step.train_step import Stepped
 
 
-def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, overflow: bool = False) -> Stepped:
+def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, overflow: bool = False) -> StepResult:
     flag = torch.tensor(False)
-    return Stepped(
+    return StepResult(
         loss=torch.tensor(loss),
         grad_norm=torch.tensor(1.0),
         skipped=torch.tensor(skipped),
@@ -32,7 +32,7 @@ def stepped(loss: float = 1.0, *, skipped: bool = False, spike: bool = False, ov
 BAD = stepped(math.nan, skipped=True)
 
 
-def run(supervisor: Supervisor, steps: list[Stepped], first: int = 1) -> list[tuple[int, Back]]:
+def run(supervisor: Supervisor, steps: list[StepResult], first: int = 1) -> list[tuple[int, Back]]:
     """By the step after which it was known: what was to be done."""
     found = []
     for number, done in enumerate(steps, start=first):

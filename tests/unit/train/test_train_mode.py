@@ -14,6 +14,7 @@ from clustertrain.config.parsing import build
 from clustertrain.config.recipe import Recipe
 from clustertrain.train.models import train_mode
 from clustertrain.train.models.build import task
+from clustertrain.train.stability import warnings
 
 
 class Finetuned(nn.Module):
@@ -76,5 +77,5 @@ def test_the_trainer_switches_a_module_that_an_entry_returns(tmp_path: Path, mon
     )
     found = task(recipe)
     assert found.left_eval_mode == [""] and found.model.training
-    text = train_mode.warning(found.left_eval_mode, switched=True).text
+    text = warnings.eval_mode_warning(found.left_eval_mode, switched=True).text
     assert text == "the model was in evaluation mode with parameters to train, and is now in training mode"

@@ -12,9 +12,9 @@ from torch import nn
 
 import clustertrain as ct
 from clustertrain.errors import UsageError
+from clustertrain.train.core.step_types import index_powers, moments, sole_bad_micro_batch
 from clustertrain.train.data.loader import Loader
 from clustertrain.train.step.sample_positions import Places
-from clustertrain.train.step.train_step import alone, moments, powers
 
 FEATURES = 3
 
@@ -99,7 +99,7 @@ def test_the_one_micro_batch_whose_loss_is_not_finite_is_known(session: ct.Sessi
         batch = [(x * math.nan if i in bad else x, y) for i, (x, y) in enumerate(next(data))]
         if cut:  # by the script, so that nobody knows which samples are where
             batch = [tuple(torch.cat(side) for side in zip(*batch, strict=True))]
-        return alone(*map(float, session.train_step(batch, nn.functional.mse_loss).bad))
+        return sole_bad_micro_batch(*map(float, session.train_step(batch, nn.functional.mse_loss).bad))
 
     assert [found(), found(0), found(2), found(1, 3), found(0, cut=1)] == [-1, 0, 2, -1, -1]
 
@@ -109,8 +109,8 @@ def test_of_all_ranks_it_is_known_too_and_also_where_several_have_parts_of_it() 
         return torch.tensor([[loss, 1.0] for loss in losses], dtype=torch.float64)
 
     def found(*of_ranks: torch.Tensor, same: bool = False) -> int:
-        sums = [moments(t, powers(0 if same else 2 * r, 2, t.device)) for r, t in enumerate(of_ranks)]
-        return alone(*torch.stack(sums).sum(0).tolist())
+        sums = [moments(t, index_powers(0 if same else 2 * r, 2, t.device)) for r, t in enumerate(of_ranks)]
+        return sole_bad_micro_batch(*torch.stack(sums).sum(0).tolist())
 
     good, bad, other = totals(1.0, 2.0), totals(1.0, math.inf), totals(math.nan, 1.0)
     assert [found(good, good), found(good, bad), found(good, other), found(bad, bad)] == [-1, 3, 2, -1]
