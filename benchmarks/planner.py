@@ -1,7 +1,7 @@
 """The planner's predictions against published configurations: errors by source, memory, what fits, ranking.
 
-The table is split by source, ``int(sha256(source)) % 2``. The constants of ``plan/cost/compute.py`` and ``plan/cost/frameworks.py``
-were set on the half with 0; the figures that count are those of the half with 1.
+The table is split by source, ``int(sha256(source)) % 2``. The constants of ``plan/cost/compute.py`` and
+``plan/cost/frameworks.py`` were set on the half with 0; the figures that count are those of the half with 1.
 """
 
 from __future__ import annotations

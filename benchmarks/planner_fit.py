@@ -1,6 +1,7 @@
 """``python -m benchmarks.planner_fit``: set the time model's constants on the half of the table that does not judge.
 
-Prints them; a person puts them, rounded, into ``plan/cost/compute.py``, ``plan/cost/collectives.py`` and ``plan/cost/frameworks.py``.
+Prints them; a person puts them, rounded, into ``plan/cost/compute.py``, ``plan/cost/collectives.py`` and
+``plan/cost/frameworks.py``.
 Coordinate by coordinate, in steps that shrink, from the values that stand there: every constant is a factor with a
 meaning, and the penalty keeps those that the rows say nothing of where they were.
 """

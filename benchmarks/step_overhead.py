@@ -1,9 +1,9 @@
 """What the built-in trainer adds to a step: its tokens/s against a bare PyTorch loop with the same model and layout.
 
 Both train in the same processes, block of steps by block of steps in turn, so that whatever else the machine does meets
-both. The trainer is the real one, ``clustertrain.train.trainer`` in a run directory with loader, schedule, stop agreement
-and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from one
-``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
+both. The trainer is the real one, ``clustertrain.train.trainer`` in a run directory with loader, schedule, stop
+agreement and metrics; between two of its steps the bare loop gets the processes. A step of the trainer is timed from
+one ``yield`` of ``session.steps`` to the next, which includes all that the session does between them.
 
     python -m benchmarks.step_overhead --pairs 300 --layouts single ddp
 

@@ -1,4 +1,5 @@
-"""``python -m clustertrain.agent.die_with_parent PID MODULE ARGS…``: run a module that is killed when its parent, PID, is dead."""
+"""``python -m clustertrain.agent.die_with_parent PID MODULE ARGS…``: run a module that the kernel kills when its
+parent, PID, is dead."""
 
 from __future__ import annotations
 

@@ -76,7 +76,10 @@ class _Measuring:
     def run(self, what: str, nodes: Sequence[str], module: str, *args: str, needed: str) -> dict[str, Any]:
         """What ``module`` said on ``nodes``; a failure where ``needed`` is not among it."""
         self.say(what)
-        argv = [*self.where.srun(nodes), *proc.python_module(self.where.python, f"clustertrain.doctor.{module}", *args)]
+        argv = [
+            *self.where.srun(nodes),
+            *proc.python_module(self.where.python, f"clustertrain.cluster.{module}", *args),
+        ]
         found, failure = _run(argv, self.where.env)
         if needed not in found:
             self.failures.append(f"{what}: {failure or 'it ended without a result'}")
@@ -90,8 +93,10 @@ def measure(where: Where, say: Callable[[str], None]) -> Outcome:
     """
     do = _Measuring(where, say)
     first = where.nodes[:1]
-    node = _facts(do.run("reading what the node is made of", first, "facts", needed="node"), do.failures)
-    gemm = do.run("measuring matrix products", first, "measure", "gemm", "--device", where.device, needed="gemm_tflops")
+    node = _facts(do.run("reading what the node is made of", first, "node_facts", needed="node"), do.failures)
+    gemm = do.run(
+        "measuring matrix products", first, "bench_ranks", "gemm", "--device", where.device, needed="gemm_tflops"
+    )
     if "kind" not in gemm:
         return Outcome(node=node, failures=tuple(do.failures))
     notes = []
@@ -123,11 +128,11 @@ def _all_reduces(do: _Measuring, ranks: int, kind: str, port: int) -> tuple[floa
     nodes, each = do.where.nodes, ["--ranks", str(ranks), "--device", kind]
     if ranks > 1:
         what = f"measuring an all-reduce over {ranks} ranks of one node"
-        inside = do.run(what, nodes[:1], "node_step", "all-reduce", *each, needed="bus_gb_s")
+        inside = do.run(what, nodes[:1], "bench_node", "all-reduce", *each, needed="bus_gb_s")
     if len(nodes) > 1:
         what = f"measuring all-reduces across {len(nodes)} nodes"
         meeting = ["--nodes", ",".join(nodes), "--port", str(port)]
-        across = do.run(what, nodes, "node_step", "all-reduce-across", *each, *meeting, needed="bus_gb_s")
+        across = do.run(what, nodes, "bench_node", "all-reduce-across", *each, *meeting, needed="bus_gb_s")
     return inside.get("bus_gb_s"), across.get("bus_gb_s")
 
 

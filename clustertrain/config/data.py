@@ -41,9 +41,9 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Of text ``path`` is a file, or a folder read recursively for ``pattern``; ``stdlib`` is the Python standard
     library's own source. Of pairs it may be ``digits`` too: the upper and lower halves of images. Of tokens it is a
-    folder of shards (:mod:`clustertrain.config.token_shards`). Of images it is an ``.npz`` file or a folder with a folder for
-    each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument ``path``, as it
-    stands here.
+    folder of shards (:mod:`clustertrain.config.token_shards`). Of images it is an ``.npz`` file or a folder with a
+    folder for each class; ``shapes`` are drawn, ``digits`` are scikit-learn's. An entry gets it as an argument
+    ``path``, as it stands here.
     """
 
     kind: DataKind = "auto"  # what the kind of the model learns from; for an entry: text

@@ -1,4 +1,4 @@
-"""Lengths of time as people write them. Slurm's own form of a time limit is read by :mod:`clustertrain.config.time_limits`."""
+"""Lengths of time as people write them. :mod:`clustertrain.config.time_limits` reads Slurm's form of a time limit."""
 
 from __future__ import annotations
 

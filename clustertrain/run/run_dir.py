@@ -192,8 +192,8 @@ class RunDir:
         return sorted(step for step, marker in steps if (step, _read(marker)) not in condemned)
 
     def _condemned(self) -> set[tuple[int, str]]:
-        """Step and marker of what :mod:`clustertrain.checkpoint.load.rollback` has noted; none where its record does not
-        read, which the next attempt tells."""
+        """Step and marker of what :mod:`clustertrain.checkpoint.load.rollback` has noted; none where its record does
+        not read, which the next attempt tells."""
         try:
             records = reading.parse(_read(self.checkpoints / ROLLED_BACK) or "[]")
             return {(int(step), str(marker)) for record in records for step, marker in record.get("condemned", ())}

@@ -1,4 +1,7 @@
-"""The detached process that plays slurmctld for one local job. ``python -m clustertrain.scheduler.local_supervisor FOLDER``."""
+"""The detached process that plays slurmctld for one local job.
+
+``python -m clustertrain.scheduler.local_supervisor FOLDER``.
+"""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class Throttled(msgspec.Struct, frozen=True):
 
 
 class InPhase(msgspec.Struct, frozen=True):
-    """A GPU while its rank was in one phase (``run/heartbeat.py``). ``share`` is of the GPU's samples; the others are means
-    over those of the phase."""
+    """A GPU while its rank was in one phase (``run/heartbeat.py``). ``share`` is of the GPU's samples; the others are
+    means over those of the phase."""
 
     share: float
     utilization: float | None

@@ -1,4 +1,5 @@
-"""The process that writes, as the training process sees it; :mod:`~clustertrain.checkpoint.save.writer_process` is its own side.
+"""The process that writes, as the training process sees it. :mod:`~clustertrain.checkpoint.save.writer_process` is its
+own side.
 
 It shares memory and a pipe with its rank and is in no process group. It imports no torch unless its engine does, so it
 is there in a fraction of a second.

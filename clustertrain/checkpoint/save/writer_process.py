@@ -1,4 +1,6 @@
-"""The process that writes one rank's checkpoints: ``python -m clustertrain.checkpoint.save.writer_process FD PID ENGINE``.
+"""The process that writes one rank's checkpoints.
+
+``python -m clustertrain.checkpoint.save.writer_process FD PID ENGINE``.
 
 It takes jobs from the pipe until that ends, which is when its rank does, however that comes about. What it was given
 until then it brings to an end: the state of a rank that was killed while its save was under way is not lost.

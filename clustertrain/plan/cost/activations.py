@@ -79,7 +79,8 @@ def parts(model: Decoder, layout: Layout, micro_batches: int, *, even: bool = Fa
 
 def dealt(model: Decoder, stages: int) -> tuple[int, int]:
     """Blocks of the early stages, at most, and of the last one, which has the head's matrix to multiply with too: so
-    that the dearest stage is as cheap as can be, and then as evenly as can be, as ``train/distributed/pipeline_stages.py`` cuts the model.
+    that the dearest stage is as cheap as can be, and then as evenly as can be, as
+    ``train/distributed/pipeline_stages.py`` cuts the model.
     """
     return _dealt(model.layers, model.vocab_size * model.dim / (model.block_parameters() - 2 * model.dim), stages)
 

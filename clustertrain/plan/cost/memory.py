@@ -1,7 +1,8 @@
 """Bytes a rank needs, from the shapes of the model: formulas, nothing measured on the cluster.
 
 Sources: model states after ZeRO (arXiv 1910.02054, section 3); the gathered units of fully sharded training after the
-PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in :mod:`clustertrain.plan.cost.activations`.
+PyTorch FSDP paper (arXiv 2304.11277, section 3.2.1). Activations are counted in
+:mod:`clustertrain.plan.cost.activations`.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def memory(model: Counted, layout: Layout, run: Pass, capacity_gib: float | None
 
 
 def _gathered_bytes(model: Counted, layout: Layout, run: Pass) -> tuple[float, float]:
-    """Whole parameters and gradients at the peak of a sharded rank, as :mod:`clustertrain.plan.cost.memory` counts those of
-    the decoder: what is in no unit, and the running and the prefetched unit, or all that stay gathered. A model without
-    units is gathered as one."""
+    """Whole parameters and gradients at the peak of a sharded rank, as :mod:`clustertrain.plan.cost.memory` counts
+    those of the decoder: what is in no unit, and the running and the prefetched unit, or all that stay gathered. A
+    model without units is gathered as one."""
     in_units = sum(u.parameters for u in model.units)
     largest = max((u.parameters for u in model.units), default=0)
     ends = model.parameters - in_units

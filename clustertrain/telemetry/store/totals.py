@@ -35,7 +35,8 @@ class Total:
 
     ``increase``: what a counter grew by, without the differences where it began anew; 0 of a gauge. ``first`` and
     ``last``: the values that were read first and last. ``low``, ``high``, ``first``, ``last`` are NaN where there is
-    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/heartbeat.py``) of the GPU's rank.
+    none. ``by_phase``: for a GPU's columns (count, sum) by the code of the phase (``run/heartbeat.py``) of the GPU's
+    rank.
     """
 
     count: int = 0

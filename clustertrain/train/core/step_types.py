@@ -68,8 +68,8 @@ def index_powers(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def moments(totals: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Of the micro-batches whose loss is not finite the sum of the :func:`index_powers` of their numbers. The sum over the
-    ranks tells which one it is, where it is a single one: :func:`sole_bad_micro_batch`.
+    """Of the micro-batches whose loss is not finite the sum of the :func:`index_powers` of their numbers. The sum over
+    the ranks tells which one it is, where it is a single one: :func:`sole_bad_micro_batch`.
 
     Args:
         totals: (sum of losses, count) of each micro-batch, (micro-batches, 2).

@@ -109,5 +109,6 @@ def refuse_in_attention(model: nn.Module, layout: str) -> None:
             raise ConfigError(
                 f"{name or type(model).__name__} drops attention weights, and {layout} splits the attention: its mask "
                 "would depend on the layout",
-                fix="set that dropout to 0, and use clustertrain.train.distributed.dropout.Dropout on the residual branches",
+                fix="set that dropout to 0, and use clustertrain.train.distributed.dropout.Dropout on the residual "
+                "branches",
             )

@@ -1,5 +1,5 @@
-"""The learning rate of a run. All kinds are pure functions of the step (:mod:`clustertrain.plan.lr_schedule`), so that a
-resume at any step continues them, but for ``plateau``, whose state is in the checkpoint."""
+"""The learning rate of a run. All kinds are pure functions of the step (:mod:`clustertrain.plan.lr_schedule`), so that
+a resume at any step continues them, but for ``plateau``, whose state is in the checkpoint."""
 
 from __future__ import annotations
 

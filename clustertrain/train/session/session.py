@@ -77,7 +77,8 @@ class Session(Evaluating):
 
         Args:
             tp_plan: how tensor parallel splits it, by module name pattern: ``{"layers.*.up": "colwise", ...}`` with the
-                words of ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's attribute ``tp_plan``.
+                words of ``clustertrain.train.distributed.tensor_parallel.WORDS``; default: the model's
+                attribute ``tp_plan``.
             freeze: patterns of names of modules that are not trained.
             unfreeze: (step, patterns): the modules are trained by :meth:`train_step` from optimizer step number
                 ``step`` on, counted from 1, and until then frozen, whatever ``freeze`` says.

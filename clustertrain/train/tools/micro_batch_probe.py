@@ -1,4 +1,5 @@
-"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of one trial of ``plan --find-micro-batch``, started by torchrun.
+"""``python -m clustertrain.train.tools.micro_batch_probe``: a rank of one trial of
+``plan --find-micro-batch``, started by torchrun.
 
 It does a few of the trainer's own steps and leaves ``probe-<rank>.json`` beside its result record. The process is fresh
 in each trial: after an out-of-memory error the memory that torch holds says nothing about the next one.

@@ -160,7 +160,8 @@ def test_the_end_of_the_run_waits_no_longer_than_it_is_asked_to(
 
 
 def test_without_a_url_nothing_of_fsspec_is_imported() -> None:
-    code = "import sys, clustertrain.checkpoint.save.writer_process; sys.exit('fsspec' in sys.modules or 'numpy' in sys.modules)"
+    module = "clustertrain.checkpoint.save.writer_process"
+    code = f"import sys, {module}; sys.exit('fsspec' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
