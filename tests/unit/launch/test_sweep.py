@@ -203,7 +203,7 @@ def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
         sweep(*SIX, target="train.py", job={"checkpoint_dir": str(tmp_path / "big")})
     assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
 
-    write, written = sweeps.submit.write, []
+    write, written = sweeps.transaction.write, []
 
     def interrupted(*words: Any) -> None:
         write(*words)
@@ -211,7 +211,7 @@ def test_a_refusal_or_an_interrupt_leaves_nothing_behind(
         if len(written) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweeps.submit, "write", interrupted)
+    monkeypatch.setattr(sweeps.transaction, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep(*SIX)
     assert len(written) == 4 and left_behind(tmp_path) == []

@@ -255,7 +255,7 @@ def test_a_failure_while_writing_leaves_nothing_behind(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transaction.record, "collect", interrupt)
+    monkeypatch.setattr(transaction.provenance, "collect", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(tmp_path)
     assert left_behind(tmp_path) == []

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import clustertrain as ct
-from clustertrain.train.profiling import profiler as profiling
-from clustertrain.train.profiling.profiler import PARTS, Profiler
+from clustertrain.train.core import step_timer
+from clustertrain.train.core.step_timer import PARTS
+from clustertrain.train.profiling.profiler import Profiler
 
 CPU = torch.device("cpu")
 
@@ -83,4 +84,4 @@ def test_a_window_of_one_step_has_no_trace(session: ct.Session, tmp_path: Path) 
 
 
 def test_elsewhere_a_part_is_no_more_than_a_call() -> None:
-    assert type(profiling.part("forward")).__name__ == "nullcontext"
+    assert type(step_timer.part("forward")).__name__ == "nullcontext"
