@@ -55,6 +55,6 @@ class Engine(Protocol):
 
 def engine(name: str) -> Engine:
     """The engine of that name, one of :data:`ENGINES`."""
-    module = importlib.import_module(f"clustertrain.checkpoint.save.engines.{name}_engine")
+    module = importlib.import_module(f"clustertrain.checkpoint.save.engines.{name}")
     made: Engine = module.make()
     return made
