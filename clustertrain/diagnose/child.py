@@ -25,7 +25,7 @@ from clustertrain.run.run_spec import load_spec
 from clustertrain.train.core import context, result
 from clustertrain.train.models import build
 
-_MODULES = {name: f"clustertrain.diagnose.{name.replace('-', '_')}" for name in CHECKS}
+_MODULES = {name: f"clustertrain.diagnose.checks.{name.replace('-', '_')}" for name in CHECKS}
 
 
 def said(error: BaseException) -> str:

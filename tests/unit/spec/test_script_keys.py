@@ -17,7 +17,13 @@ from clustertrain.config.unused_keys import in_use
 
 SCRIPT = ScriptSpec(path="train.py", cwd="/")
 # What reads the recipe where a script runs; all else in train/ that does is for the built-in trainer.
-OF_SESSION = ("context.py", "keeping.py", "keeping_asked.py", "opened.py", "recorder.py", "session.py", "spending.py")
+OF_SESSION = (
+    "core/context.py",
+    *(
+        f"session/{name}.py"
+        for name in ("checkpointing", "checkpointing_config", "runtime", "recorder", "session", "budget")
+    ),
+)
 
 
 def keys(table: dict[str, Any], above: str = "") -> list[str]:
@@ -39,7 +45,7 @@ def test_what_a_session_reads_is_not_the_trainers() -> None:
     for name in OF_SESSION:
         text = (folder / name).read_text()
         found |= set(re.findall(r"\brecipe\.([a-z_]+(?:\.[a-z_]+)?)", text))
-        if name.startswith("keeping"):
+        if "checkpointing" in name:
             found |= {f"checkpoint.{key}" for key in re.findall(r"\basked\.([a-z_]+)", text)}
     # Of the table itself, handed on as a whole, every key is read but those of the trainer.
     assert {"parallel", "stability", "train.seed", "train.deterministic", "train.log_every"} <= found
