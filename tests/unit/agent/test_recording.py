@@ -22,7 +22,7 @@ SPEC = "version = 1\n"
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a killed process may take longer to end than an agent waits for it."""
-    monkeypatch.setattr(recording, "REAP_S", 60.0)
+    monkeypatch.setattr(telemetry, "REAP_S", 60.0)
 
 
 @pytest.fixture
