@@ -54,7 +54,7 @@ def test_importing_the_command_costs_little() -> None:
         "import sys, clustertrain.cli.telemetry as t\n"
         "heavy = {'rich', 'numpy', 'psutil', 'torch', 'pynvml', 'msgspec'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "from clustertrain.telemetry.analysis import query\n"
+        "from clustertrain.telemetry.analysis import summarize\n"
         "assert not {'torch', 'pynvml'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
