@@ -57,22 +57,22 @@ benchmarks: setup ## speed against peers; writes benchmarks/results/
 	$(BIN)/python -m benchmarks
 
 parity: setup ## every layout against one process, the whole table; writes benchmarks/results/parity.json
-	$(BIN)/python -m tests.parity
+	$(BIN)/python -m tests.harness.parity
 
 reshape: setup ## what each layout saves, loaded by each, the whole table; writes benchmarks/results/reshape.json
-	$(BIN)/python -m tests.reshape
+	$(BIN)/python -m tests.harness.reshape
 
 optimizers: setup ## every optimizer under every layout against one process; writes benchmarks/results/optimizers.json
-	$(BIN)/python -m tests.optimizers
+	$(BIN)/python -m tests.harness.optimizers
 
 chaos-checkpoint: setup ## 100 short runs to which things happen, each brought to its end; CHAOS='--seed S --rounds N'
-	$(BIN)/python -m tests.chaos $(CHAOS)
+	$(BIN)/python -m tests.harness.chaos $(CHAOS)
 
 chaos-slurm: setup test-packages ## a storm of 100 faults on runs of the Slurm testbed, as root; CHAOS='--seed S --rounds N --round K'
-	$(BIN)/python -m tests.chaos_slurm $(CHAOS)
+	$(BIN)/python -m tests.harness.chaos_slurm $(CHAOS)
 
 fuzz: setup ## 10,000 hostile inputs for every command, recipe and file of a run; FUZZ='--inputs N --seed S --class NAME'
-	$(BIN)/python -m tests.fuzz $(FUZZ)
+	$(BIN)/python -m tests.harness.fuzz $(FUZZ)
 
 gpu-check: setup ## what needs a CUDA GPU
 	CLUSTERTRAIN_REQUIRE_GPU=1 $(PYTEST) -m gpu

@@ -32,7 +32,7 @@ from benchmarks.measure import CannotRun
 from benchmarks.telemetry_steps import steps
 
 if TYPE_CHECKING:
-    from tests.nvml_stub.build import Stub
+    from tests.fakes.nvml.build import Stub
 
 GPUS, DAY_S = 8, 86_400
 _GPUS = {"NVML_STUB_FILE": "", "NVML_STUB_DEVICES": str(GPUS)}
@@ -91,7 +91,7 @@ def overhead(folder: Path, seconds: float) -> dict[str, Any]:
 
 def stand_in(folder: Path) -> Stub:
     """Raises CannotRun where there is no compiler."""
-    from tests.nvml_stub.build import Stub
+    from tests.fakes.nvml.build import Stub
 
     try:
         return Stub(folder / "nvml")

@@ -86,7 +86,7 @@ def _wait_for(folder: Path, sampler: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """By itself, for a look."""
-    from tests.nvml_stub.build import Stub
+    from tests.fakes.nvml.build import Stub
 
     with tempfile.TemporaryDirectory() as scratch:
         stub = Stub(Path(scratch) / "nvml")

@@ -21,7 +21,7 @@ WHOLE = frozenset(
         "test_chaos.py",
         "test_local_backend.py",
         "test_options.py",
-        "test_rendered_grid.py",
+        "test_job_script_grid.py",
         "test_reshape.py",
         "test_storage_tiers.py",
         "test_trackers.py",

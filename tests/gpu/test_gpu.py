@@ -142,7 +142,8 @@ def test_its_telemetry_has_the_gpu(home: Path, preempted: dict[str, Any]) -> Non
 _GROUPS = """
 import json, torch
 import torch.distributed as dist
-from clustertrain.train import context, mesh
+from clustertrain.train.core import context
+from clustertrain.train.distributed import mesh
 
 here = context.of_environment(device="cuda")
 groups = mesh.open_groups(here, 120.0)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.faults import KINDS
-from tests.chaos.rounds import Plan, Whole, plan_of, play, undisturbed
-from tests.parity.measure import one_thread
+from tests.harness.chaos.faults import KINDS
+from tests.harness.chaos.rounds import Plan, Whole, plan_of, play, undisturbed
+from tests.harness.parity.measure import one_thread
 
 PLANS = [plan_of("317", number) for number in range(3)]
 

@@ -17,7 +17,7 @@ from tests.ranks.rank_pool import Ranks, make_run, touch_stop_at, write_plan
 # torch warns on machines with fewer cores than workers.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
-# As the parity table's (tests/parity/cells.py), for fp32.
+# As the parity table's (tests/harness/parity/cells.py), for fp32.
 LOSS, NORM = 2e-6, 5e-6
 CONVNET = {"kind": "convnet", "convnet": {"channels": 1, "width": 8, "blocks": [1], "groups": 4}}
 AUGMENTED = {

@@ -16,11 +16,12 @@ import tomli_w
 
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
+from tests.paths import ROOT
 from tests.ranks.rank_pool import Ranks, make_run, write_plan
 
 pytestmark = pytest.mark.ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 STEPS, EVERY, EVALUATE = 12, 3, 4
 # Of the clock, of how long something took, or a total of the attempt.
 OF_TIME = re.compile(r"^(t|attempt)$|_s$|_per_s|_gib$|^sum_")

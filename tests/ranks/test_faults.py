@@ -24,7 +24,7 @@ from clustertrain.run import attempts
 from clustertrain.run.goodput import ledger
 from clustertrain.run.run_dir import RunDir
 from tests import runs
-from tests.chaos.rounds import processes
+from tests.harness.chaos.rounds import processes
 from tests.ranks.rank_pool import Ranks, digest, make_run, touch_stop_at
 
 pytestmark = pytest.mark.ranks

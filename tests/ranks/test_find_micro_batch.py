@@ -21,8 +21,8 @@ pytestmark = pytest.mark.ranks
 # The command line with another assumption of a rank's memory than 4 GiB, which no small model reaches.
 LIMITED = """
 import sys
-from clustertrain.agent import probe
-probe.ASSUMED_CPU_GIB = float(sys.argv.pop(1))
+from clustertrain.agent import micro_batch_search
+micro_batch_search.ASSUMED_CPU_GIB = float(sys.argv.pop(1))
 from clustertrain.cli.main import main
 sys.argv[0] = "clustertrain"
 sys.exit(main())

@@ -15,7 +15,7 @@ from tests.ranks.rank_pool import Ranks, make_run
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
-# As the parity table's (tests/parity/cells.py), for fp32.
+# As the parity table's (tests/harness/parity/cells.py), for fp32.
 LOSS, NORM = 2e-6, 5e-6
 
 MODELS: dict[str, dict[str, Any]] = {

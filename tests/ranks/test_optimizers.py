@@ -13,9 +13,9 @@ import tomli_w
 
 from clustertrain.plan.cost.optimizer_state import WHOLE
 from clustertrain.plan.layout import Layout
-from tests.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
-from tests.optimizers.measure import Outcome, under
-from tests.parity.measure import one_thread
+from tests.harness.optimizers.cells import CELLS, LAYOUTS, LIMITS, MODEL, THAW_STEP
+from tests.harness.optimizers.measure import Outcome, under
+from tests.harness.parity.measure import one_thread
 from tests.ranks.rank_pool import Ranks, make_run
 
 pytestmark = pytest.mark.ranks

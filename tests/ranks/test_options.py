@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 DDP = Layout(strategy="ddp", dp_replicate=2)
 FSDP = Layout(strategy="fsdp", dp_shard=2)
-# As the parity table's (tests/parity/cells.py).
+# As the parity table's (tests/harness/parity/cells.py).
 FP32, BF16 = (2e-6, 5e-6), (2e-3, 3e-2)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clustertrain.cli.main import main
-from tests.fake_slurm.fixture import FakeSlurm, fake_slurm
+from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm
 
 __all__ = ["fake_slurm"]
 pytestmark = pytest.mark.ranks

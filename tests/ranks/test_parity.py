@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cells import FEW_STEPS, LAYOUTS, STEPS, Cell, covering, pairs, table
-from tests.parity.measure import run
+from tests.harness.parity.cells import FEW_STEPS, LAYOUTS, STEPS, Cell, covering, pairs, table
+from tests.harness.parity.measure import run
 
 
 def test_the_subset_has_every_layout_in_fp32_and_every_pair_of_the_other_factors() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reshape.cells import LAYOUTS, SOURCES, Cell, covering, table
-from tests.reshape.measure import Outcome, by_ranks, sources, targets
+from tests.harness.reshape.cells import LAYOUTS, SOURCES, Cell, covering, table
+from tests.harness.reshape.measure import Outcome, by_ranks, sources, targets
 
 
 def test_the_subset_has_what_a_change_may_break() -> None:

@@ -16,11 +16,12 @@ from clustertrain.checkpoint.offline import inspect
 from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
+from tests.paths import ROOT
 from tests.ranks.rank_pool import Ranks, digest, make_run
 
 pytestmark = pytest.mark.ranks
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
+EXAMPLE = ROOT / "examples" / "train_script.py"
 ANY_LAYOUT = EXAMPLE.with_name("layouts_script.py")
 
 

@@ -16,8 +16,8 @@ from clustertrain import clock
 from clustertrain.run import events
 from clustertrain.run.run_dir import RunDir
 from tests import runs
-from tests.nvml_stub.build import Stub
-from tests.nvml_stub.fixture import nvml_library, nvml_stub
+from tests.fakes.nvml.build import Stub
+from tests.fakes.nvml.fixture import nvml_library, nvml_stub
 from tests.runs import Run
 
 __all__ = ["nvml_library", "nvml_stub"]

@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from tests import runs
-from tests.nvml_stub.build import build as build_nvml_stub
+from tests.fakes.nvml.build import build as build_nvml_stub
+from tests.paths import ROOT
 from tests.runs import Run
 
-TESTBED = Path(__file__).parents[2] / "slurm" / "testbed"
+TESTBED = ROOT / "slurm" / "testbed"
 CANNOT_RUN = 77
 
 

@@ -13,11 +13,12 @@ from clustertrain.plan.layout import Layout
 from clustertrain.run import metrics
 from clustertrain.run.run_dir import RunDir
 from tests import runs
+from tests.paths import ROOT
 from tests.ranks.rank_pool import Ranks, write_plan
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "three_d.toml")
+EXAMPLE = str(ROOT / "examples" / "three_d.toml")
 # Eight ranks take turns on a machine of few cores: each step is a second there.
 STEPS = 4
 FEW = ("--set", f"train.steps={STEPS}")

@@ -13,11 +13,12 @@ import pytest
 
 from clustertrain.run.run_dir import RunDir
 from tests import runs
+from tests.paths import ROOT
 from tests.ranks.rank_pool import undisturbed
 from tests.runs import Run
 
 pytestmark = pytest.mark.slurm
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_script.py"
+EXAMPLE = ROOT / "examples" / "train_script.py"
 # For what does not depend on the number of ranks; each of them costs seconds of importing torch on two cores.
 HALF = ("--nodes", "2", "--gpus", "1", "--cpus-per-gpu", "1")
 

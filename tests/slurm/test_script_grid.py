@@ -1,5 +1,5 @@
 """Scripts rendered for a grid of options, as sbatch of the real cluster reads them. Their shell part is
-tests/unit/launch/test_rendered_grid.py."""
+tests/unit/submit/test_job_script_grid.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.script_grid import cases, options
+from tests.harness.script_grid import cases, options
 
 pytestmark = pytest.mark.slurm
 HOSTS = "NodeName=node[01-04]"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos_slurm.rounds import plan_of
+from tests.harness.chaos_slurm.rounds import plan_of
 
 pytestmark = pytest.mark.slurm
 SEED, ROUNDS = "22777", 6
@@ -23,6 +23,6 @@ def test_the_rounds_have_what_can_happen() -> None:
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.timeout(1200)
 def test_whatever_happens_the_runs_end_as_if_nothing_had(cluster: Any) -> None:
-    argv = [sys.executable, "-m", "tests.chaos_slurm", "--seed", SEED, "--rounds", str(ROUNDS)]
+    argv = [sys.executable, "-m", "tests.harness.chaos_slurm", "--seed", SEED, "--rounds", str(ROUNDS)]
     done = subprocess.run(argv, env=cluster.env, text=True, capture_output=True, timeout=1100, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"

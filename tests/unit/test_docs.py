@@ -19,8 +19,8 @@ from clustertrain.config.parsing import build
 from clustertrain.config.stability import StabilitySpec
 from clustertrain.config.telemetry import AlertsSpec
 from clustertrain.config.tracking import TrackingSpec
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = ROOT / "docs" / "training-scripts.md"
 

@@ -14,7 +14,7 @@ import clustertrain
 from clustertrain.errors import ConfigError
 from clustertrain.submit.preflight import filesystem
 from clustertrain.submit.transaction import SubmitRequest, submit
-from tests.fake_slurm.fixture import fake_slurm  # noqa: F401
+from tests.fakes.slurm.fixture import fake_slurm  # noqa: F401
 
 pytestmark = pytest.mark.long
 # Runs the command line, then writes down every module that is loaded.

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from clustertrain.cli.cluster import cluster
 from clustertrain.config import cluster as profiles
 from clustertrain.errors import CommandFailed, ConfigError, UsageError
-from tests.fake_slurm import said as slurm
-from tests.fake_slurm.fixture import FakeSlurm
+from tests.fakes.slurm import said as slurm
+from tests.fakes.slurm.fixture import FakeSlurm
 
 
 def call(*argv: str) -> Result:

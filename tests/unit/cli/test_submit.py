@@ -12,7 +12,8 @@ import pytest
 
 from clustertrain import settings
 from clustertrain.cli.main import main
-from tests.fake_slurm.fixture import FakeSlurm
+from tests.fakes.slurm.fixture import FakeSlurm
+from tests.paths import ROOT
 
 Type = Callable[..., int]
 
@@ -256,7 +257,7 @@ def test_a_script_that_cannot_drive_its_layout_is_refused(
 
 
 def test_the_three_dimensional_example_is_accepted(type_: Type, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = Path(__file__).parents[3] / "examples" / "three_d.toml"
+    recipe = ROOT / "examples" / "three_d.toml"
     assert type_("submit", "--dry-run", "--json", "--nodes", "4", "--gpus", "2", str(recipe)) == 0
     layout = json.loads(capsys.readouterr().out)["plan"]["layout"]
     assert (layout["dp_shard"], layout["tp"], layout["pp"]) == (2, 2, 2)

@@ -16,6 +16,7 @@ from clustertrain.run import attempts, budget, contract_status
 from clustertrain.run.budget import Used
 from clustertrain.run.events import EventLog
 from clustertrain.run.run_dir import RunDir
+from tests.paths import ROOT
 
 HOUR = 3600.0
 
@@ -152,7 +153,7 @@ def test_an_evaluation_of_an_attempts_first_step_is_told_before_the_step_and_cou
 
 
 def test_every_key_of_the_tables_is_documented_with_its_default() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    text = (ROOT / "docs" / "evaluation.md").read_text()
     for field in msgspec.structs.fields(EvaluationSpec):
         shown = msgspec.json.encode(field.default).decode()
         assert f"| `{field.name}` | `{shown}` |" in text, field.name

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.paths import ROOT
 
 
 def steps(env: dict[str, str], *wanted: list[Any]) -> Any:

@@ -278,8 +278,8 @@ def test_no_tracker_imports_torch(tmp_path: Path) -> None:
     run = make(tmp_path, tracking={"to": list(ALL)})
     program = (
         "import sys\nfrom pathlib import Path\nfrom clustertrain.run.run_dir import RunDir\n"
-        "from clustertrain.tracking import facts, tracker, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
-        f"for name in {ALL}: tracker.make(name, run, facts.of_run(run, 0))\n"
+        "from clustertrain.tracking import run_facts, tracker, __main__\nrun = RunDir(Path(sys.argv[1]))\n"
+        f"for name in {ALL}: tracker.make(name, run, run_facts.of_run(run, 0))\n"
         "print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True)

@@ -1,0 +1,27 @@
+"""The fixtures of the NVML stub, for conftest files to import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.build import LIBRARY, Stub, build
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled stub. Fails, and does not skip, where there is no compiler."""
+    try:
+        return build(tmp_path_factory.mktemp("nvml"))
+    except RuntimeError as e:
+        pytest.fail(str(e), pytrace=False)
+
+
+@pytest.fixture
+def nvml_stub(nvml_library: Path, tmp_path: Path) -> Stub:
+    """The compiled stub with a driving file of the test's own, empty at first."""
+    folder = tmp_path / "nvml"
+    folder.mkdir()
+    (folder / LIBRARY).symlink_to(nvml_library)
+    return Stub(folder)

@@ -1,0 +1,91 @@
+"""All rounds of a storm, a thread for each of the runs that are alive at a time."""
+
+from __future__ import annotations
+
+import faulthandler
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from clustertrain import clock
+from tests.harness.chaos_slurm import disks, testbed
+from tests.harness.chaos_slurm.lane import Lane
+from tests.harness.chaos_slurm.patience import Stopped, Turns, pause, stop
+from tests.harness.chaos_slurm.rounds import SHAPES, Plan, Report
+from tests.harness.chaos_slurm.subject import SCRIPT, Subject
+from tests.ranks.rank_pool import CONTEXT, undisturbed
+
+ROUND_S = 1800.0  # more than all the deadlines of a round together
+STOP_S = 20.0  # for the threads of an interrupted storm
+CONTEXT.set_forkserver_preload(["torch", "clustertrain.train.trainer"])  # no more than the script needs
+
+
+class Storm:
+    def __init__(self, folder: Path, plans: Sequence[Plan]) -> None:
+        self.folder, self.plans = folder, plans
+        self.logs, self.broken = folder / "logs", folder / "broken"
+        self.logs.mkdir(parents=True)
+        shutil.copy(SCRIPT, self.logs)  # into no repository, all of which would be part of each run
+        self.turns = Turns()
+        self.reports: list[Report] = []
+        self.told_at = clock.monotonic()
+        self._printing, self._twin = threading.Lock(), threading.Lock()
+
+    def home(self, lane: int) -> Path:
+        return self.folder / f"home{lane}"
+
+    @contextmanager
+    def disks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for lane in sorted({p.lane for p in self.plans}):
+                stack.enter_context(disks.disk(self.home(lane)))
+            yield
+
+    def play(self) -> None:
+        """All rounds. Raises TestbedFailed where the testbed does, Stopped on a Ctrl-C or if a round does not end."""
+        lanes = [Lane(self, i, [p for p in self.plans if p.lane == i]) for i in range(len(SHAPES))]
+        lanes = [lane for lane in lanes if lane.plans]
+        for lane in lanes:
+            lane.start()
+        try:
+            while any(lane.is_alive() for lane in lanes):
+                pause(0.5)
+                if clock.monotonic() - self.told_at > ROUND_S:
+                    faulthandler.dump_traceback(all_threads=True)
+                    raise Stopped(f"no round has ended for {ROUND_S:g} s")
+                if any(lane.error for lane in lanes):
+                    break
+        finally:
+            stop()
+            for lane in lanes:
+                lane.join(STOP_S)
+            testbed.end_jobs([lane.title for lane in lanes])
+        for lane in lanes:
+            if lane.error is not None:
+                raise lane.error
+
+    def undisturbed(self, subject: Subject) -> str:
+        with self._twin:
+            return undisturbed(subject.path, self.folder / f"alone-{subject.id}")
+
+    def keep(self, run: Path, plan: Plan) -> None:
+        """What a person may want to look at later: the run's folder, its ranks' logs and the cluster's."""
+        folder = self.broken / f"round-{plan.number}"
+        for source, name in ((run, "run"), (self.logs / run.name, "steps"), (Path(testbed.STATE, "log"), "slurm")):
+            with suppress(OSError):  # a file that goes away meanwhile; the others are copied all the same
+                shutil.copytree(source, folder / name, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+    def tell(self, report: Report) -> None:
+        with self._printing:
+            self.reports.append(report)
+            self.told_at = clock.monotonic()
+            verdict = "BROKEN" if report.broken else "held"
+            what = "the last run's end" if report.after else str(report.plan.fault)
+            head = f"{report.plan.number} {verdict} {report.run}: {what}"
+            print(f"{head} [{report.wall_s:.0f} s]", flush=True)
+            for line in report.story:
+                print(f"    {line}", flush=True)
+            for line in report.broken:
+                print(f"    BROKEN {line}", flush=True)

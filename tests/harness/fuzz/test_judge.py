@@ -1,0 +1,205 @@
+"""The judge finds what it is there for: each kind of fault is planted once, and each has to be reported."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from clustertrain.errors import ClusterTrainError
+from clustertrain.run.run_dir import RunDir
+from tests.harness.fuzz import sandbox as sandboxes
+from tests.harness.fuzz.catalog import CLASSES, shares
+from tests.harness.fuzz.inputs import outputs, repositories, requeues, run_files
+from tests.harness.fuzz.judge import FaultFound, watching
+from tests.harness.fuzz.play import InputClass, play
+from tests.harness.fuzz.sandbox import RAW, SECRET, Said, Sandbox, sandbox
+
+
+@pytest.fixture
+def box() -> Iterator[Sandbox]:
+    with sandbox() as made:
+        yield made
+
+
+def kind_of(act: Callable[[], object], root: Path, hang_s: float = 10.0) -> str:
+    with pytest.raises(FaultFound) as found, watching([root], hang_s):
+        act()
+    return found.value.fault.kind
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def spin_through_alarms() -> None:
+    while True:
+        try:
+            spin()
+        except Exception:
+            continue
+
+
+def test_an_exception_is_a_fault(tmp_path: Path) -> None:
+    assert kind_of(lambda: int("x"), tmp_path) == "traceback"
+    assert kind_of(lambda: sys.exit(9), tmp_path) == "traceback"
+
+
+@pytest.mark.parametrize("act", [spin, spin_through_alarms])
+def test_a_hang_is_a_fault(tmp_path: Path, act: Callable[[], None]) -> None:
+    assert kind_of(act, tmp_path, hang_s=0.2) == "hang"
+
+
+def test_writing_elsewhere_is_a_fault_and_does_not_happen(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    (own / "link").symlink_to(other)
+    (other / "kept").touch()
+    acts: tuple[Callable[[], object], ...] = (
+        lambda: (other / "x").write_text(""),
+        lambda: (own / "link" / "x").write_text(""),
+        (own / ".." / "other" / "x").mkdir,
+        lambda: os.rename(other / "kept", own / "x"),  # noqa: PTH104 - the function whose event is judged
+        lambda: (own / "x").rename(other / "x"),
+        lambda: shutil.rmtree(other),
+        (other / "kept").unlink,
+        lambda: (other / "kept").chmod(0o600),
+    )
+    for act in acts:
+        (own / "x").touch()
+        assert kind_of(act, own) == "outside"
+        (own / "x").unlink(missing_ok=True)
+    assert [p.name for p in other.iterdir()] == ["kept"]
+
+
+def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
+    with watching([tmp_path]):
+        (tmp_path / "x").write_text((Path(__file__)).read_text())
+        (tmp_path / "x").rename(tmp_path / "y")
+        Path(os.devnull).write_text("")
+
+
+def test_unpickling_and_a_shell_are_faults(tmp_path: Path) -> None:
+    data = pickle.dumps(OrderedDict(a=1))
+    assert kind_of(lambda: pickle.loads(data), tmp_path) == "pickle"  # noqa: S301 - what the judge has to stop
+    assert kind_of(lambda: os.system("true"), tmp_path) == "canary"  # noqa: S605 - as above
+
+
+def planted(box: Sandbox, monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> str:
+    monkeypatch.setattr(sandboxes, "main", act)
+    with pytest.raises(FaultFound) as found:
+        box.call(["status"], terminal_safe=True)
+    return found.value.fault.kind
+
+
+def test_faults_of_a_command(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prints(text: str, code: int = 0) -> Callable[[], int]:
+        def act() -> int:
+            print(text)
+            return code
+
+        return act
+
+    assert planted(box, monkeypatch, prints("", code=9)) == "exit"
+    assert planted(box, monkeypatch, prints("", code=2)) == "exit"
+    assert planted(box, monkeypatch, prints("a\x1b]52;c;eA==\x07")) == "raw"
+    assert planted(box, monkeypatch, prints("\x9b31m")) == "raw"
+    assert planted(box, monkeypatch, prints("\udcff")) == "traceback"
+
+    def escapes() -> int:
+        raise ClusterTrainError("main lets this through")
+
+    assert planted(box, monkeypatch, escapes) == "traceback"
+    box.canary.touch()
+    assert planted(box, monkeypatch, prints("")) == "canary"
+    monkeypatch.setattr(sandboxes, "main", prints("a word\n\tand another\n"))
+    assert box.call(["status"], terminal_safe=True).out == "a word\n\tand another\n\n"
+
+
+def test_printable_text_is_not_raw() -> None:
+    assert RAW.search("é漢🙂\n\t\r │█ –") is None
+
+
+@pytest.mark.parametrize("plant", ["setuid", "secret"])
+def test_a_snapshot_that_leaks_is_a_fault(tmp_path: Path, plant: str) -> None:
+    (tmp_path / "code").mkdir()
+    path = tmp_path / "code" / "x"
+    path.write_text("fine")
+    repositories._judge_snapshot(tmp_path)
+    if plant == "setuid":
+        path.chmod(0o4755)
+    else:
+        path.write_text(f"TOKEN={SECRET}")
+    with pytest.raises(FaultFound, match="leak"):
+        repositories._judge_snapshot(tmp_path)
+
+
+def test_a_hidden_neighbor_is_a_fault() -> None:
+    run_files._neighbor_is_listed(f"| {run_files.NEIGHBOR} |")
+    with pytest.raises(FaultFound, match="hidden"):
+        run_files._neighbor_is_listed("| llama-abc234 |")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--wrap=true", "job.sh"], 0),
+        (["--qos=another", "job.sh"], 0),
+        (["--qos=x", "job.sh"], 1),
+    ],
+)
+def test_a_requeue_that_submits_what_nobody_asked_for_is_a_fault(tmp_path: Path, words: list[str], code: int) -> None:
+    def judged(words: list[str], code: int) -> None:
+        called = ["sbatch", "--parsable", f"--chdir={tmp_path}", *words[:-1], f"{tmp_path}/{words[-1]}"]
+        requeues._judge(RunDir(tmp_path), Said(code, "", ""), called, {"qos": "x"}, accepted=True)
+
+    judged(["--qos=x", "job.sh"], 0)
+    with pytest.raises(FaultFound, match="argv"):
+        judged(words, code)
+
+
+def test_a_requeue_that_names_the_job_of_another_run_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(FaultFound, match="neighbor"):
+        requeues._judge(RunDir(tmp_path), Said(1, "", ""), ["scancel", requeues.NEIGHBORS_JOB], {}, accepted=True)
+
+
+def test_output_that_is_lost_without_a_word_is_a_fault(box: Sandbox) -> None:
+    with outputs.Failing(0, errno.ENOSPC) as out:
+        with pytest.raises(OSError, match="No space"):
+            out.write(b"x")
+        for said in (Said(0, "", "told"), Said(1, "", "")):
+            with pytest.raises(FaultFound, match="lost"):
+                outputs._judge(box, ("list",), said, out, whole_stderr=True)
+        outputs._judge(box, ("list",), Said(1, "", "told"), out, whole_stderr=True)
+    with outputs.Failing(-1, 0) as out, pytest.raises(FaultFound, match="json"):
+        outputs._judge(box, ("list", "--json"), Said(0, "[", ""), out, whole_stderr=True)
+
+
+def test_playing_goes_on_after_a_fault_and_reduces_its_input(box: Sandbox) -> None:
+    def fail(_: Sandbox, number: int) -> None:
+        with watching([box.site]):
+            if number > 1000:
+                raise ValueError(number)
+
+    of = InputClass("numbers", lambda: st.integers(0, 1 << 40), fail)
+    played = play(of, box, seed=1, inputs=600)
+    assert played.inputs == 600
+    assert [f.input for f in played.found] == [1001]  # once, though each chunk has it
+    again = play(of, box, seed=played.found[0].seed, inputs=250)
+    assert [f.input for f in again.found] == [1001]
+
+
+def test_every_class_gets_its_part() -> None:
+    parts = shares(100_000, list(CLASSES))
+    assert set(parts) == set(CLASSES) and min(parts.values()) > 1000
+    assert 99_000 < sum(parts.values()) < 101_000

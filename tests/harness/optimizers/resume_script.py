@@ -1,0 +1,57 @@
+"""What each rank does: train a model with each of some optimizers, with checkpoints in ``FOLDER``, up to ``TOTAL``
+steps; leaves the losses of the steps that it did in ``OUT``. Arguments: FOLDER, TOTAL, OUT, then names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clustertrain as ct
+from clustertrain.config.optim import OptimSpec
+from clustertrain.config.schedule import ScheduleSpec
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.models.losses import cross_entropy
+from clustertrain.train.optim import registry
+from clustertrain.train.optim.lr_schedule import LearningRate
+from tests.harness.optimizers.cells import CELLS, THAW_STEP
+
+run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
+recipe, batch = load_spec(run).recipe, read_plan(run)[1]
+folder, total, out, names = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+
+
+def made(session: ct.Session, name: str) -> tuple[Any, dict[str, Any]]:
+    """A model with its optimizer, by name in the state."""
+    spec = OptimSpec(**CELLS[name])
+    with torch.device("meta"):
+        model: torch.nn.Module = Decoder(recipe.model)
+    # The last norm too, which is another stage's; what is frozen for good has no state and is in no norm.
+    model = session.parallelize(model, freeze=["layers.0.ffn"], unfreeze=[(THAW_STEP, ["layers.1", "norm"])])
+    groups = session.parameter_groups(spec.name, layer_decay=0.8, lr_scale={"head": 2.0})
+    session._train_step = None  # several models in one session, which no script has a use for
+    optimizer = session.optimizer(spec.name, groups, **registry.options(spec, text=True, device=session.device))
+    rate = LearningRate(ScheduleSpec(kind="constant", warmup_steps=2), peak=spec.lr, total=20)
+    data = session.loader(ByteText(recipe.data), global_batch=batch.global_batch, micro_batch=batch.micro_batch)
+    return session._train_step, {"model": model, "optimizer": optimizer, "data": data, "schedule": rate}
+
+
+found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+with ct.session(checkpoint_dir=folder) as session:
+    parts = {name: made(session, name) for name in names}
+    state = {f"{key}-{name}": value for name, (_, part) in parts.items() for key, value in part.items()}
+    for step in session.steps(total, state):
+        for name, (session._train_step, part) in parts.items():
+            part["schedule"].apply(part["optimizer"], step + 1)
+            done = session.train_step(next(part["data"]), cross_entropy, clip_norm=1.0)
+            found[name][str(step + 1)] = [float(done.loss), float(done.grad_norm)]
+    if session.is_main:
+        out.write_text(json.dumps(found))

@@ -1,0 +1,138 @@
+"""``python -m tests.harness.parity``: compare every layout with one process, step by step.
+
+``--only 'tp*'`` selects cells by id; ``--floor`` measures the reference against itself. Writes the table to
+``benchmarks/results/parity.json``.
+Exit status: 0 if every cell is within its limit, 1 otherwise, 2 if no cell matches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import measure as benchmark
+from tests.harness.parity import reference
+from tests.harness.parity.cells import LAYOUTS, OPTIMIZERS, PRECISIONS, Cell, covering, table
+from tests.harness.parity.measure import Outcome, one_thread, run
+
+WIDTH = 80
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def shown(outcomes: Sequence[Outcome]) -> Table:
+    found = Table(title="Largest relative deviation from one process over 20 steps", width=WIDTH, padding=(0, 0))
+    for name in ("layout", "format", "mb", "ckpt", "opt", "rk", "s", "loss", "norm", "limits", ""):
+        found.add_column(name, justify="left" if name in ("layout", "format", "ckpt", "opt", "") else "right")
+    for o in outcomes:
+        c = o.cell
+        limits = f"{c.limit.loss:.0e} {c.limit.norm:.0e}"
+        row = (c.layout, c.precision, c.micro_batches, c.checkpointing[:4], c.optimizer, c.shape.world_size)
+        found.add_row(*map(str, row), f"{o.seconds:.1f}", number(o.loss), number(o.norm), limits, o.verdict)
+    return found
+
+
+def summary(outcomes: Sequence[Outcome]) -> Table:
+    """Layout by precision: the largest deviation of loss and norm in any of the cells."""
+    found = Table(title="Largest deviation by layout: loss, norm", width=WIDTH, padding=(0, 1))
+    found.add_column("layout")
+    for precision in PRECISIONS:
+        found.add_column(precision)
+    for layout in LAYOUTS:
+        of_layout = [o for o in outcomes if o.cell.layout == layout]
+        if of_layout:
+            found.add_row(layout, *(_worst([o for o in of_layout if o.cell.precision == p]) for p in PRECISIONS))
+    return found
+
+
+def _worst(outcomes: Sequence[Outcome]) -> str:
+    measured = [(o.loss, o.norm) for o in outcomes if o.loss is not None and o.norm is not None]
+    if not outcomes:
+        return ""
+    failed = len(outcomes) - len(measured)
+    words = f"{max(m[0] for m in measured):.1e}  {max(m[1] for m in measured):.1e}" if measured else ""
+    return f"{words} {failed} failed".strip() if failed else words
+
+
+def floors() -> Table:
+    """Policy by setting of the optimizer. fp16: the largest over the sets of steps left out."""
+    found = Table(title="The reference from itself: loss, norm", width=WIDTH, padding=(0, 1))
+    found.add_column("policy")
+    for setting in OPTIMIZERS:
+        found.add_column(setting)
+    with one_thread():
+        for policy in ("fp32", "bf16-autocast", "bf16-cast", "fp16-autocast", "fp16-cast"):
+            skips = reference.SKIPS if policy.startswith("fp16") else reference.SKIPS[:1]
+            cells = []
+            for setting in OPTIMIZERS:
+                of_setting = [reference.floor(policy, setting, skipped) for skipped in skips]
+                cells.append("  ".join(number(max(side)) for side in zip(*of_setting, strict=True)))
+            found.add_row(policy, *cells)
+    return found
+
+
+def as_json(o: Outcome) -> dict[str, Any]:
+    return {
+        **asdict(o.cell),
+        "ranks": o.cell.shape.world_size,
+        "policy": o.cell.policy,
+        "seconds": round(o.seconds, 2),
+        "loss_deviation": o.loss,
+        "norm_deviation": o.norm,
+        "limits": asdict(o.cell.limit),
+        "skipped_steps": o.skipped,
+        "failure": o.failure,
+        "ok": o.ok,
+    }
+
+
+def measured(cells: Sequence[Cell], progress: Console) -> list[Outcome]:
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        for i, cell in enumerate(cells):
+            o = run(cell, Path(folder, str(i)))
+            outcomes.append(o)
+            told = o.failure.splitlines()[0] if o.failure else f"loss {number(o.loss)} norm {number(o.norm)}"
+            line = f"{i + 1}/{len(cells)} {cell.id} {o.seconds:.1f} s: {o.verdict} {told}"
+            progress.print(line, markup=False, highlight=False, soft_wrap=True)
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.parity", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="GLOB", help="layout/precision/micro-batches/ckpt/optimizer")
+    parser.add_argument("--covering", action="store_true", help="the subset that the tests run")
+    parser.add_argument("--floor", action="store_true", help="no ranks: the least that can be asked of a layout")
+    args = parser.parse_args()
+    if args.floor:
+        Console(width=WIDTH).print(floors())
+        return 0
+    every = covering() if args.covering else table()
+    cells = [c for c in every if fnmatch.fnmatch(c.id, args.only)]
+    if not cells:
+        parser.error(f"no cell fits {args.only!r}; the first is {every[0].id}")
+    context = benchmark.context(("clustertrain", "torch", "numpy"))
+    outcomes = measured(cells, Console(stderr=True))
+    console = Console(width=WIDTH)
+    console.print(shown(outcomes), summary(outcomes))
+    outside = [o for o in outcomes if not o.ok]
+    console.print(f"{len(outcomes) - len(outside)} of {len(outcomes)} cells within their limits")
+    if cells == table():
+        path = benchmark.write("parity", {**context, "rows": [as_json(o) for o in outcomes]})
+        console.print(f"written to {path.relative_to(benchmark.ROOT)}")
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

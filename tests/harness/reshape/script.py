@@ -1,0 +1,71 @@
+"""What each rank of a cell runs: a training script as a user writes it, with a learning rate schedule in its state. It
+leaves the samples of each step in a file, and saves what was restored under another step's number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clustertrain as ct
+from clustertrain import fsio
+from clustertrain.checkpoint.load import shared_read
+from clustertrain.run.run_dir import RunDir
+from clustertrain.run.run_spec import load_spec
+from clustertrain.train.core.context import read_plan
+from clustertrain.train.data.text import ByteText
+from clustertrain.train.models.decoder import Decoder
+from clustertrain.train.models.losses import cross_entropy
+from tests.harness.reshape.cells import SAVED_AGAIN_AT, SAVED_AT, STEPS
+
+# The model is small: else all ranks would read all of it by themselves.
+shared_read.WORTH_IT, shared_read.CHUNK_BYTES, shared_read.LOAD_BYTES = 1 << 10, 1 << 12, 1 << 13
+
+run = RunDir(Path(os.environ["CLUSTERTRAIN_RUN_DIR"]))
+recipe, (layout, batch, _) = load_spec(run).recipe, read_plan(run)
+
+
+class Seen(ByteText):
+    """Remembers which samples it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(recipe.data)
+        self.samples: list[int] = []
+
+    def __getitem__(self, i: int) -> Any:
+        self.samples.append(i)
+        return super().__getitem__(i)
+
+
+with ct.session() as session:
+    with torch.device("meta"):
+        model: torch.nn.Module = Decoder(recipe.model)
+    model = session.parallelize(model)
+    optimizer = session.optimizer(torch.optim.AdamW, lr=recipe.optim.lr, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+    dataset = Seen()
+    data = session.loader(dataset, global_batch=batch.global_batch, micro_batch=batch.micro_batch)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data}
+    scale = session._loss_scale
+    if scale is not None:
+        # Doubled before the checkpoint, and again after a step that only what is in it can tell; too low to overflow.
+        scale.scale, scale.interval = 64.0, 2
+    place = f"samples-{layout.data_rank(session.rank)}-{session.rank}.jsonl"
+    samples = fsio.Appender(Path(os.environ["CLUSTERTRAIN_RANK_DIR"], place))
+    restored = True
+    for step in session.steps(STEPS, state, checkpoint_every=SAVED_AT):
+        if restored and step == SAVED_AT:
+            session._keeping.save(SAVED_AGAIN_AT, state, "end", {})
+        restored = False
+        dataset.samples.clear()
+        done = session.train_step(next(data), cross_entropy, clip_norm=1.0)
+        schedule.step()
+        samples.append({"step": step + 1, "samples": dataset.samples})
+        session.log(
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            lr=optimizer.param_groups[0]["lr"],
+            scale=scale.scale if scale is not None else None,
+        )

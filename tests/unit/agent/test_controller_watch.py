@@ -1,0 +1,97 @@
+"""The first node's agent notices that the batch process was killed, and asks Slurm for the requeue in its place. What
+Slurm says of such a job is from 22.05."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustertrain import fsio
+from clustertrain.agent.controller_watch import BatchWatch
+from clustertrain.run import attempts
+from clustertrain.run.events import EventLog
+from tests.fakes.slurm.fixture import FakeSlurm, fake_slurm  # noqa: F401
+from tests.unit.agent.test_node_agent_settings import agent
+
+KILLED = "7|COMPLETING|0|10|20|N/A|n1|JobLaunchFailure|\n"
+CANCELLED = "7|COMPLETING|0|10|20|N/A|n1|None|\n"
+RUNNING = "7|RUNNING|0|10|20|N/A|n1|None|\n"
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+
+
+@pytest.fixture
+def batch() -> Iterator[subprocess.Popen[bytes]]:
+    """Stands for the batch process."""
+    child = subprocess.Popen([sys.executable, "-c", "input()", "clustertrain", "batch"], stdin=subprocess.PIPE)
+    yield child
+    child.kill()
+    child.communicate()
+
+
+@pytest.fixture
+def watch(tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm) -> BatchWatch:  # noqa: F811
+    one = agent(tmp_path / "run", SLURM_JOB_ID="7")
+    record = {"job_id": "7", "restart": 0, "host": socket.gethostname(), "pid": batch.pid, "nodes": ["n1"], "t": 1.0}
+    fsio.write_json(one.place.attempt.record, record)
+    return BatchWatch(one.place, EventLog(one.place.attempt.events_of("agent-n1")))
+
+
+def kill(batch: subprocess.Popen[bytes]) -> None:
+    batch.kill()
+    batch.wait()
+
+
+def requeues(slurm: FakeSlurm) -> list[list[str]]:
+    return [c.argv for c in slurm.calls("scontrol")]
+
+
+def test_a_killed_batch_process_is_noticed_and_the_job_requeued_once(
+    watch: BatchWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+) -> None:  # fmt: skip
+    assert not watch.gone()
+    kill(batch)
+    assert watch.gone()
+    # slurmctld is away, then has not noticed, then has.
+    fake_slurm.answers("squeue", stderr=AWAY, rc=1)
+    watch.settle()
+    fake_slurm.answers("squeue", stdout=RUNNING)
+    watch.settle()
+    assert (watch.settled, requeues(fake_slurm)) == (False, [])
+    fake_slurm.answers("squeue", stdout=KILLED)
+    watch.settle()
+    watch.settle()
+    assert (watch.settled, requeues(fake_slurm)) == (True, [["requeue", "7"]])
+    (attempt,) = attempts.read_all(watch._run)
+    assert (attempt.ending, attempt.requeued) == ("unknown", "requeue")
+    assert "batch process was killed" in str(attempt.reason)
+
+
+@pytest.mark.parametrize("how", ["scancel", "cancel", "decided", "taken over"])
+def test_what_somebody_else_decided_stays(
+    how: str, watch: BatchWatch, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+) -> None:  # fmt: skip
+    kill(batch)
+    fake_slurm.answers("squeue", stdout=CANCELLED if how == "scancel" else KILLED)
+    if how == "cancel":
+        fsio.write_json(watch._run.cancelled, {})
+    if how == "decided":
+        EventLog(watch._attempt.events_of("batch")).write("ended", ending="hang", reason="…", job_id="7")
+    if how == "taken over":
+        watch._run.attempt(watch._attempt.n + 1).path.mkdir()
+    watch.settle()
+    assert (watch.settled, requeues(fake_slurm)) == (True, [])
+
+
+def test_a_batch_process_that_cannot_be_seen_is_not_taken_for_a_killed_one(
+    tmp_path: Path, batch: subprocess.Popen[bytes], fake_slurm: FakeSlurm  # noqa: F811
+) -> None:  # fmt: skip
+    one = agent(tmp_path / "run", SLURM_JOB_ID="7")
+    for record in ({"host": "another", "pid": batch.pid}, {"host": socket.gethostname(), "pid": os.getpid()}, {}):
+        fsio.write_json(one.place.attempt.record, record)
+        assert not BatchWatch(one.place, one.log).gone()

@@ -1,0 +1,95 @@
+"""The [checkpoint] table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+
+from clustertrain.config.parsing import build, read_toml, value_of
+from clustertrain.config.recipe import CheckpointSpec, Recipe, check_every, seconds_of
+from clustertrain.errors import ConfigError
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def table(**values: Any) -> CheckpointSpec:
+    return build({"checkpoint": values}, Recipe, "recipe.toml").checkpoint
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30s", 30.0),
+        ("10min", 600.0),
+        ("10m", 600.0),
+        ("2h", 7200.0),
+        ("1d", 86_400.0),
+        ("1.5h", 5400.0),
+        ("1h30min", 5400.0),
+        ("1h 30 min", 5400.0),
+    ],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of("every", text) == seconds
+    assert table(every=text).every == text
+
+
+@pytest.mark.parametrize("text", ["auto", "10min", "1h", "250"])
+def test_what_the_command_line_sets_survives_spec_toml(text: str, tmp_path: Path) -> None:
+    asked = table(every=value_of(text))
+    assert asked.every == (250 if text == "250" else text)
+    frozen = tmp_path / "spec.toml"
+    frozen.write_text(tomli_w.dumps(msgspec.to_builtins(asked)))
+    assert build(read_toml(frozen), CheckpointSpec, "spec.toml") == asked
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"every": 0}, "every = 0: must be greater than 0"),
+        ({"every": "0s"}, "every = '0s': must be greater than 0"),
+        ({"every": "100"}, 'every = \'100\': must be a number of steps, a time ("30s", "10min", "2h") or "auto"'),
+        ({"every": "Auto"}, "every = 'Auto': must be"),
+        ({"every": "10 minutes"}, "every = '10 minutes': must be"),
+        ({"every": "h"}, "every = 'h': must be"),
+        ({"every": 1.5}, "checkpoint.every"),
+        ({"every": True}, "checkpoint.every"),
+        ({"evry": 10}, "did you mean checkpoint.every"),
+        ({"keep": 0}, "keep = 0"),
+        ({"keep_every": -1}, "keep_every = -1: must be 0 (none) or more"),
+        ({"keep_best": -2, "best": "loss"}, "keep_best = -2"),
+        ({"best": "loss"}, "best = 'loss' has no effect without keep_best"),
+        ({"best_mode": "max"}, "best_mode = 'max' has no effect without keep_best"),
+        ({"keep_best": 1, "best": "loss", "best_mode": "least"}, "use one of"),
+        ({"engine": "dpc"}, "use one of dcp"),
+        ({"background": "yes"}, "checkpoint.background"),
+        ({"local": "scratch/x"}, "local = 'scratch/x': must be a folder on the nodes"),
+        ({"local": "/tmp/{jobb}"}, "{jobb} is not known; {job} is"),
+        ({"local": "$TMPDIR", "background": False}, "local needs background = true"),
+        ({"remote": "bucket/prefix"}, "remote = 'bucket/prefix': must be a URL, as s3://bucket/prefix"),
+        ({"remote": "s3://bucket", "background": False}, "remote needs background = true"),
+        ({"remote": "s3://bucket", "remote_keep": -1}, "remote_keep = -1: must be 0 (as keep) or more"),
+        ({"remote_keep": 2}, "remote_keep = 2 has no effect without remote"),
+    ],
+)
+def test_what_cannot_be_names_the_key_and_the_way_out(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        table(**values)
+    assert said in str(e.value)
+
+
+def test_steps_times_and_auto_are_what_can_be() -> None:
+    for every in (1, 100, "30s", "auto"):
+        check_every("every", every)
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    text = (DOCS / "checkpoints.md").read_text()
+    for field in msgspec.structs.fields(CheckpointSpec):
+        shown = msgspec.json.encode(field.default).decode()
+        assert f"| `{field.name}` | `{shown}` |" in text, field.name

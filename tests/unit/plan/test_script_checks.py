@@ -1,0 +1,67 @@
+"""Whether a script calls session.train_step, from its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.plan.layout import Layout
+from clustertrain.plan.script_checks import check, drives_train_step
+from tests.paths import ROOT
+
+PLAIN = "import argparse\nimport torch\nfrom torch.nn import functional as F\nimport clustertrain as ct\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "drives"),
+    [
+        (PLAIN + "loss.backward()", False),
+        (PLAIN + "session.train_step(batch, F.mse_loss)", True),
+        (PLAIN + "step = getattr(session, 'train_step')", True),
+        (PLAIN + "def train_step(batch): ...\ntrain_step(1)", False),  # a function of its own
+        (PLAIN + "# session.train_step", False),
+        (PLAIN + "from training import run", None),
+        (PLAIN + "from . import run", None),
+        (PLAIN + "import training.loop", None),
+        (PLAIN + "from training import run\nsession.train_step(b, f)", True),
+        (PLAIN + "exec(code)", None),
+        (PLAIN + "import importlib", None),
+        (PLAIN + "import runpy", None),
+        ("", False),
+        ("this is no Python", None),
+        ("\0", None),
+    ],
+)
+def test_what_a_text_tells(source: str, drives: bool | None) -> None:
+    assert drives_train_step(source) is drives
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "why"),
+    [
+        ({"pp": 2, "schedule": "1f1b"}, "fp32", "stages alternate"),
+        ({"strategy": "zero1", "zero1": True, "dp_replicate": 2}, "fp32", "split over the ranks"),
+        ({"tp": 2}, "fp32", "the logits may be split"),
+        ({"cp": 2}, "fp32", "its part of every sequence"),
+        ({"strategy": "ddp", "dp_replicate": 2}, "fp16", "the loss is scaled"),
+    ],
+)
+def test_a_backward_of_its_own_cannot_drive_every_layout(fields: dict[str, Any], precision: str, why: str) -> None:
+    layout = Layout(**fields)
+    with pytest.raises(ConfigError, match=r"train.py does not call session.train_step") as e:
+        check(layout, precision, PLAIN, "train.py")
+    assert why in str(e.value) and "session.optimizer" in str(e.value)
+    assert check(layout, precision, PLAIN + "session.train_step(b, f)", "train.py") is None
+    assert "not known whether" in (check(layout, precision, PLAIN + "import mine", "train.py") or "")
+
+
+def test_what_a_backward_of_its_own_drives_is_not_looked_at() -> None:
+    for layout in (Layout(strategy="ddp", dp_replicate=2), Layout(strategy="fsdp", dp_shard=2), Layout()):
+        assert check(layout, "bf16", "no Python", "train.py") is None
+
+
+def test_the_example_script_is_judged_rightly() -> None:
+    source = (ROOT / "examples" / "train_script.py").read_text()
+    assert drives_train_step(source) is (".train_step(" in source)

@@ -1,0 +1,194 @@
+"""What submit knows of the data before the queue."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.submit.preflight import data as data_here
+from clustertrain.submit.request import Prepared, SubmitRequest, prepare
+from clustertrain.train.data.tokenize import write
+from tests.fakes.slurm.fixture import FakeSlurm
+
+pytestmark = pytest.mark.usefixtures("fake_slurm")
+
+
+def prepared(cwd: Path, target: str = "", **tables: Any) -> Prepared:
+    assignments = tuple(f"{table}.{key}={value}" for table, pairs in tables.items() for key, value in pairs.items())
+    return prepare(SubmitRequest(target=target, cwd=cwd, assignments=assignments))
+
+
+def test_paths_are_meant_from_where_submit_was_called(tmp_path: Path) -> None:
+    data = prepared(tmp_path, data={"path": "a.txt", "validation_path": "more/b.txt"}).spec.recipe.data
+    assert (data.path, data.validation_path) == (str(tmp_path / "a.txt"), str(tmp_path / "more" / "b.txt"))
+    own = {"kind": "own", "entry": "mine:make", "path": "cifar"}
+    assert prepared(tmp_path, data=own).spec.recipe.data.path == "cifar"
+
+
+def test_validation_data_that_is_not_here_is_a_note_and_alone_an_error(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    found = prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"})
+    note = data_here.check(found)
+    assert note is not None and note.startswith(f"data.validation_path = '{tmp_path}/b.txt' is not there")
+    local = prepare(SubmitRequest(cwd=tmp_path, assignments=("data.validation_path=b.txt",), job={"backend": "local"}))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*no such file or folder"):
+        data_here.check(local)
+
+
+def test_what_is_learned_from_is_no_validation_data_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    with pytest.raises(ConfigError, match=r"data.validation_path = '.*b.txt' is what is learned from"):
+        data_here.check(prepared(tmp_path, data={"path": "a.txt", "validation_path": "b.txt"}))
+
+
+def shards(tmp_path: Path, count: int = 300) -> dict[str, str]:
+    write(tmp_path / "shards", [np.arange(count)], dtype="uint16")
+    return {"kind": "tokens", "path": "shards"}
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
+    data = shards(tmp_path)
+    assert data_here.check(prepared(tmp_path, data=data, model={"vocab_size": 300})) is None
+    with pytest.raises(ConfigError, match=r"tokens up to 299, and model.vocab_size = 256"):
+        data_here.check(prepared(tmp_path, data=data))
+    # Of a model of the user's own the size is not known yet.
+    assert data_here.check(prepared(tmp_path, data=data, model={"entry": "mine:make"})) is None
+
+
+def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
+    data = shards(tmp_path, 200)
+    with pytest.raises(ConfigError, match=r"200 tokens are less than one sample of data.seq_len = 256"):
+        data_here.check(prepared(tmp_path, data=data))
+    assert data_here.check(prepared(tmp_path, data={**data, "pack": "true"})) is None
+
+
+def test_a_folder_that_holds_no_tokens(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    with pytest.raises(ConfigError, match=r"neither index.json nor .npy files"):
+        data_here.check(prepared(tmp_path, data={"kind": "tokens", "path": "shards"}))
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"data": {"path": "long.txt", "max_bytes": 99}}, "data.max_bytes = 99 is less than one sample of 257 bytes"),
+        ({"data": {"path": "short.txt"}}, "data.path = .*: 99 bytes are less than one sample of 257"),
+        ({"model": {"kind": "two-tower"}, "data": {"path": "short.txt"}}, "99 bytes are less than one sample of 512"),
+        ({"data": {"path": "texts"}}, "no file fits data.pattern = '[*].py'"),
+        ({"data": {"validation_path": "texts"}}, "data.validation_path = .*: no file fits"),
+        ({"model": {"kind": "convnet"}, "data": {"path": "texts"}}, "no images in folders of classes"),
+    ],
+)
+def test_data_that_is_empty_is_refused_before_the_queue(tables: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("b" * 999)
+    (tmp_path / "short.txt").write_text("a" * 99)
+    (tmp_path / "long.txt").write_text("a" * 999)
+    with pytest.raises(ConfigError, match=said):
+        data_here.check(prepared(tmp_path, **tables))
+    assert data_here.check(prepared(tmp_path, data={"path": "texts", "pattern": "*.txt"})) is None
+
+
+def test_slices_of_images_in_folders_are_their_names(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+    data = {"path": "pets", "validation": "0.1"}
+    asked = {"model": {"kind": "convnet"}, "data": data}
+    assert data_here.check(prepared(tmp_path, **asked, contract={"slices": '["dogs"]'})) is None
+    with pytest.raises(ConfigError, match="no slice 'cows'; it has cats, dogs"):
+        data_here.check(prepared(tmp_path, **asked, contract={"slices": '["cows"]'}))
+
+
+def test_images_of_ones_own_that_the_convnet_is_not_made_for(tmp_path: Path) -> None:
+    for name in ("cats", "dogs", "owls"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+    np.savez(tmp_path / "grey.npz", images=np.zeros((5, 8, 8, 1), np.uint8), labels=np.zeros(5, int))
+    (tmp_path / "text.npz").write_text("no arrays")
+    damaged = tmp_path / "damaged.npz"
+    np.savez_compressed(damaged, images=np.zeros((50, 8, 8, 3), np.uint8), labels=np.zeros(50, int))
+    whole = damaged.read_bytes()
+    at = whole.index(b"images.npy") + len(b"images.npy") + 20  # behind the extra field, where the data begin
+    damaged.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
+    net = {"kind": "convnet", "convnet.classes": 2}
+    with pytest.raises(ConfigError, match=r"pets' and model.convnet: the images have classes 3, not 2"):
+        data_here.check(prepared(tmp_path, data={"path": "pets"}, model=net))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*grey.npz' .* channels 1, not 3"):
+        data_here.check(prepared(tmp_path, data={"validation_path": "grey.npz"}, model={"kind": "convnet"}))
+    with pytest.raises(ConfigError, match=r"text.npz': not an .npz file with images"):
+        data_here.check(prepared(tmp_path, data={"path": "text.npz"}, model=net))
+    with pytest.raises(ConfigError, match=r"data.validation_path = .*damaged.npz': not an .npz file with images"):
+        data_here.check(prepared(tmp_path, data={"validation_path": "damaged.npz"}, model={"kind": "convnet"}))
+    assert data_here.check(prepared(tmp_path, data={"path": "grey.npz"}, model={**net, "convnet.channels": 1})) is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "samples"),
+    [
+        ({"model": {"kind": "convnet", "convnet.channels": 1}, "data": {"path": "digits"}}, "1797"),
+        (
+            {"model": {"kind": "convnet", "convnet.channels": 1}, "data": {"path": "digits", "validation": 0.5}},
+            "about 898",
+        ),
+        ({"model": {"kind": "convnet"}, "data": {"path": "few.npz"}}, "5"),
+        ({"model": {"kind": "two-tower"}, "data": {"path": "digits", "seq_len": 32}}, "1797"),
+        ({"data": {"path": "a.txt", "seq_len": 100}}, "40"),
+        ({"data": {"kind": "tokens", "path": "shards", "seq_len": 100}, "model": {"vocab_size": 300}}, "2"),
+        ({"data": {"path": "texts", "seq_len": 100, "max_bytes": 8000}}, "at most 79"),
+        ({"data": {"seq_len": 100, "max_bytes": 8000}}, "at most 79"),
+    ],
+)
+def test_a_global_batch_of_more_than_all_samples_is_told(tables: dict[str, Any], samples: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "few.npz", images=np.zeros((5, 8, 8, 3), np.uint8), labels=np.zeros(5, int))
+    (tmp_path / "a.txt").write_text("a" * 4096)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.py").write_text("a" * 4096)
+    shards(tmp_path)
+    note = data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 2048}))
+    assert note is not None and note.startswith("train.global_batch = 2048 is more than all samples of data.path")
+    assert f", {samples}: each step" in note
+    if samples not in ("2", "5"):
+        assert data_here.epoch(prepared(tmp_path, **tables, train={"global_batch": 32})) is None
+
+
+def test_where_the_number_of_samples_is_not_known_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "classes" / "one").mkdir(parents=True)
+    tables = {"model": {"kind": "convnet"}, "data": {"path": "classes"}, "train": {"global_batch": 2**20}}
+    assert data_here.epoch(prepared(tmp_path, **tables)) is None
+
+
+def package(folder: Path, name: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("def make(): ...\n")
+
+
+BOTH: dict[str, Any] = {"model": {"entry": "nets:make"}, "data": {"kind": "own", "entry": "sets:make"}}
+
+
+def test_the_code_of_the_data_is_snapshotted_with_that_of_the_model(tmp_path: Path) -> None:
+    package(tmp_path, "sets")
+    alone = {"data": BOTH["data"], "model": {"entry": "installed:make"}}
+    assert prepared(tmp_path, **alone).code == tmp_path / "sets"
+    package(tmp_path, "nets")
+    assert prepared(tmp_path, **BOTH).code == tmp_path / "nets"
+
+
+def test_packages_in_two_places_of_one_repository(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    package(tmp_path / "src", "nets")
+    package(tmp_path / "work", "sets")
+    # From the folder beside it everything of the root and of src is found too, and not the other way round.
+    assert prepared(tmp_path / "work", **BOTH).code == tmp_path / "work" / "sets"
+
+
+def test_packages_that_no_snapshot_has_both_of(tmp_path: Path) -> None:
+    package(tmp_path / "a", "nets")
+    package(tmp_path / "b", "sets")
+    (tmp_path / "a" / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot have both: model.entry in .*/a, data.entry in .*/b"):
+        prepared(tmp_path / "b", "../a/run.toml", **BOTH)

@@ -1,0 +1,51 @@
+"""What of the folders and URLs for checkpoints is refused before anything is made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.transaction import dry_run
+from tests.fakes.slurm.fixture import FakeSlurm
+
+
+def notes(tmp_path: Path, *assignments: str, **more: Any) -> tuple[str, ...]:
+    return dry_run(SubmitRequest(cwd=tmp_path, assignments=assignments, **more)).notes
+
+
+def test_a_url_without_its_package_is_refused_with_what_to_install(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError) as e:
+        notes(tmp_path, "checkpoint.remote=s3://bucket/x")
+    assert "s3://bucket/x: the package for s3:// is not installed" in e.value.message
+    assert "pip install 'clustertrain[object-storage]'" in str(e.value.fix)
+    assert not any("s3" in note for note in notes(tmp_path, f"checkpoint.remote=file://{tmp_path}/x"))
+
+
+def test_without_a_url_fsspec_is_not_looked_for(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    notes(tmp_path)
+
+
+def test_a_node_folder_is_looked_at_where_the_node_is_this_machine(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    local: dict[str, Any] = {"job": {"backend": "local"}}
+    assert not any("checkpoint.local" in n for n in notes(tmp_path, f"checkpoint.local={tmp_path}/x", **local))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"checkpoint.local = .*/file/x: .*/file is a file, not a folder"):
+        notes(tmp_path, f"checkpoint.local={tmp_path}/file/x", **local)
+    said = [n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x", **local) if "checkpoint.local" in n]
+    assert said == ["checkpoint.local: $SLURM_TMPDIR/x: $SLURM_TMPDIR is not set here; it is used where it can be"]
+    # Of a node of Slurm's nothing can be told from here.
+    assert not any("checkpoint.local" in n for n in notes(tmp_path, "checkpoint.local=$SLURM_TMPDIR/x"))

@@ -1,0 +1,75 @@
+"""Scripts rendered for a grid of options: shellcheck, bash, and what of the values a job sees. Slurm's part of it is
+tests/slurm/test_script_grid.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.harness.script_grid import cases, covering
+from tests.harness.script_grid.cases import Scripts
+
+pytestmark = pytest.mark.long
+# Enough of Slurm to be chosen; the interpreter's start of tests/fakes/slurm, hundreds of times, would be seconds.
+ANSWERS = {"sbatch": "echo slurm-wlm 22.05.8", "scontrol": "exit 1"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("grid")
+    (site / "bin").mkdir()
+    for name, answer in ANSWERS.items():
+        (site / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (site / "bin" / name).chmod(0o755)
+    return site
+
+
+@pytest.fixture(scope="module")
+def env(site: Path) -> dict[str, str]:
+    return {**cases.surroundings(site), "PATH": f"{site / 'bin'}:{os.environ['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def grid(site: Path, env: dict[str, str]) -> list[Scripts]:
+    return cases.render(cases.make_cases(site), site, env)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 4, 2), (5, 5, 2, 3, 3, 2)])
+def test_the_rows_of_a_grid_hold_every_pair(sizes: Sequence[int]) -> None:
+    rows = covering.pairwise(sizes)
+    held = {pair for row in rows for pair in covering.pairs_of(row)}
+    assert held == {pair for row in itertools.product(*map(range, sizes)) for pair in covering.pairs_of(row)}
+    assert rows == covering.pairwise(sizes) and len(set(rows)) == len(rows)
+
+
+def test_shellcheck_and_bash_accept_the_scripts_of_the_grid(
+    grid: list[Scripts], site: Path, env: dict[str, str]
+) -> None:
+    # Far from copies of each other: no two of the cases ask for the same, and no two give the same scripts.
+    assert len({scripts.case.words for scripts in grid}) == len(grid) >= 200
+    assert len({scripts.handed_over.read_text() + scripts.all[-1].read_text() for scripts in grid}) == len(grid)
+    beside = cases.render(cases.texts_only(len(grid)), site, env)
+    # Most runs of a sweep differ in their spec.toml alone.
+    different = {path.read_text(): path for scripts in (*grid, *beside) for path in scripts.all}
+    assert cases.shellcheck(list(different.values())) == ""
+
+
+def test_values_reach_the_job_as_they_were_typed(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
+    for scripts in grid:
+        seen = cases.environment_of(scripts, str(site))
+        asked = {**scripts.case.exports, "CLUSTERTRAIN_HOME": env["CLUSTERTRAIN_HOME"]}
+        assert {name: seen.get(name) for name in asked} == asked, scripts
+    assert not list(site.rglob("pwned"))
+
+
+def test_the_command_prints_the_scripts_of_the_grid(grid: list[Scripts], site: Path, env: dict[str, str]) -> None:
+    for scripts in grid[::90]:
+        argv = [sys.executable, "-m", "clustertrain", "submit", "--dry-run", "--json", *scripts.case.words]
+        done = subprocess.run(argv, cwd=site, env=env, capture_output=True, text=True, check=True, timeout=60)
+        assert sorted(cases.texts_in(done.stdout)) == sorted(path.read_text() for path in scripts.all)

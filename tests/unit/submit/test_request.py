@@ -1,0 +1,336 @@
+"""Merging profile, recipe, --set and options; everything that is refused before anything is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clustertrain.errors import ConfigError, UsageError
+from clustertrain.submit.request import Prepared, SubmitRequest, prepare
+from tests.fakes.slurm.fixture import FakeSlurm
+from tests.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+Prepare = Callable[..., Prepared]
+
+
+@pytest.fixture
+def profile(tmp_path: Path, fake_slurm: FakeSlurm) -> Path:
+    folder = tmp_path / "config" / "clustertrain" / "clusters"
+    folder.mkdir(parents=True)
+    (folder / "site.toml").write_text(
+        'partition = "from-profile"\naccount = "from-profile"\ntime = "60"\ngpu_type = "h100"\ncpus_per_gpu = 4\n'
+        '[env]\nA = "profile"\nB = "profile"\nC = "profile"\n[sbatch]\ncomment = "profile"\nmail-type = "END"\n'
+    )
+    return folder / "site.toml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        '[train]\nsteps = 7\nglobal_batch = 8\n[job]\ncluster = "site"\naccount = "from-recipe"\nqos = "from-recipe"\n'
+        '[job.sbatch]\ncomment = "recipe"\n[env]\nB = "recipe"\nC = "recipe"\n'
+    )
+    return path
+
+
+@pytest.fixture
+def ask(tmp_path: Path, fake_slurm: FakeSlurm) -> Prepare:
+    def ask(target: str = "", **more: Any) -> Prepared:
+        return prepare(SubmitRequest(target=target, cwd=tmp_path, **more))
+
+    return ask
+
+
+def test_options_win_over_the_recipe_and_that_over_the_profile(ask: Prepare, profile: Path, recipe: Path) -> None:
+    made = ask("small.toml", job={"qos": "from-option", "sbatch": {"nice": "5"}}, env={"C": "option"})
+    job = made.spec.job
+    assert (job.partition, job.account, job.qos) == ("from-profile", "from-recipe", "from-option")
+    assert (job.time, job.gpu_type, job.cpus_per_gpu) == ("60", "h100", 4)
+    assert job.sbatch == {"comment": "recipe", "mail-type": "END", "nice": "5"}
+    assert made.spec.env == {"A": "profile", "B": "recipe", "C": "option"}
+    assert made.spec.recipe.train.steps == 7 and job.name == "small"
+    assert (job.backend, job.device, made.plan.device) == ("slurm", "cuda", "cuda")
+
+
+def test_the_profile_of_the_option_or_the_environment(
+    ask: Prepare, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask().spec.job.partition == ""
+    assert ask(job={"cluster": "site"}).spec.job.partition == "from-profile"
+    monkeypatch.setenv("CLUSTERTRAIN_CLUSTER", "site")
+    assert ask().spec.job.partition == "from-profile"
+    with pytest.raises(ConfigError, match="did you mean site"):
+        ask(job={"cluster": "sito"})
+
+
+def test_set_changes_the_recipe_and_yields_to_options(ask: Prepare, recipe: Path, profile: Path) -> None:
+    made = ask("small.toml", assignments=("train.steps=9", "job.qos=x", "optim.lr=1e-3"), job={"qos": "y"})
+    assert (made.spec.recipe.train.steps, made.spec.recipe.optim.lr, made.spec.job.qos) == (9, 1e-3, "y")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("train.stpes=9", "did you mean train.steps"),
+        ("trian.steps=9", "did you mean train"),
+        ("jobs.time=9", "did you mean job"),
+        ("train.steps=-1", "--set: train.steps = -1: must be greater than 0"),
+        ("train.steps=x", "train.steps"),
+        ("train.steps", "not of the form"),
+        ("job.nodes=0", "nodes = 0: must be greater than 0"),
+        ("schedule.gamma=0.5", 'schedule.gamma has no effect with schedule.kind = "cosine"'),
+    ],
+)
+def test_a_bad_set_is_named(assignment: str, words: str, ask: Prepare) -> None:
+    with pytest.raises(ConfigError) as e:
+        ask(assignments=(assignment,))
+    assert words in str(e.value) and e.value.exit_code == 78
+
+
+KEPT = "[data]\nvalidation = 0.1\n[evaluation]\nevery = 5\n[optim]\nbetas = [0.9, 0.98]\n[schedule]\nfloor = 0.2\n"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("data.validation=0", "evaluation.every has no effect with no data to validate on"),
+        ("optim.name=sgd", 'optim.betas has no effect with optim.name = "sgd"'),
+        ("schedule.kind=constant", 'schedule.floor has no effect with schedule.kind = "constant"'),
+    ],
+)
+def test_a_key_of_the_file_may_be_made_idle(assignment: str, said: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "kept.toml").write_text(KEPT)
+    plan = ask("kept.toml", assignments=(assignment,)).plan
+    assert said in plan.warnings and said in plan.reasons
+    assert said not in ask("kept.toml").plan.warnings
+
+
+def test_a_key_that_its_own_file_or_the_final_recipe_does_not_read_is_refused(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "idle.toml").write_text("[schedule]\ngamma = 0.5\n")
+    for assignments in ((), ("schedule.kind=linear",)):
+        with pytest.raises(ConfigError, match=r"^idle\.toml: schedule\.gamma has no effect"):
+            ask("idle.toml", assignments=assignments)
+    assert ask("idle.toml", assignments=("schedule.kind=step",)).plan.warnings == ()
+    (tmp_path / "kept.toml").write_text(KEPT)
+    with pytest.raises(ConfigError, match=r"^--set: optim\.betas has no effect"):
+        ask("kept.toml", assignments=("optim.name=sgd", "optim.betas=[0.9, 0.95]"))
+
+
+def test_a_file_that_is_no_recipe_alone_is_one_with_what_is_set(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "half.toml").write_text("[schedule]\nkind = 'plateau'\npatience = 2\n")
+    made = ask("half.toml", assignments=("schedule.kind=cosine",))
+    assert made.plan.warnings == ('schedule.patience has no effect with schedule.kind = "cosine"',)
+
+
+def test_patience_that_outlasts_the_run_is_told(ask: Prepare) -> None:
+    asked = ("data.validation=0.1", "evaluation.every=40", "train.steps=100")
+    said = "evaluation.patience = 3 never ends the run, which has 3 evaluations, the last one at its end"
+    assert said in ask(assignments=(*asked, "evaluation.patience=3")).plan.warnings
+    assert ask(assignments=(*asked, "evaluation.patience=2")).plan.warnings == ()
+    asked = (*asked, "schedule.kind=plateau")
+    said = "evaluation 3 is the first that can, and the run has 3 evaluations, the last one at its end"
+    (note,) = ask(assignments=(*asked, "schedule.patience=1")).plan.warnings
+    assert note == f"schedule.patience = 1 never lowers the rate: {said}"
+    assert ask(assignments=(*asked, "schedule.patience=1", "evaluation.every=30")).plan.warnings == ()
+
+
+def test_nothing_trains_the_default_preset(ask: Prepare) -> None:
+    made = ask()
+    assert made.spec.script is None and made.spec.job.name == "default"
+
+
+def test_a_script_keeps_its_arguments_and_folder(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    made = ask("train.py", args=("--nodes", "3", "$(x)"))
+    script = made.spec.script
+    assert script is not None and script.args == ("--nodes", "3", "$(x)") and script.cwd == str(tmp_path)
+    assert made.spec.job.name == "train" and made.plan.batch.global_batch == 0
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "optim.lr=1e-3",
+        "schedule.kind=linear",
+        "train.steps=9",
+        "train.micro_batch=2",
+        "data.workers=4",
+        "checkpoint.every=5",
+        "optim={lr = 1e-3}",
+    ],
+)
+def test_a_key_that_a_script_does_not_read_is_refused(assignment: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    key = "optim.lr" if "lr" in assignment else assignment.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key} has no effect on train\.py") as e:
+        ask("train.py", assignments=(assignment,))
+    assert "as an argument behind train.py" in e.value.fix and "--grid env.NAME" in e.value.fix
+    with pytest.raises(ConfigError, match="has no effect on train"):
+        ask("train.py", swept={key: 1})
+
+
+def test_what_goes_into_the_environment_is_text(ask: Prepare, tmp_path: Path) -> None:
+    made = ask(assignments=("env.LR=1e-3", "env.N=007", "env.ON=true", "env.Q='a'"))
+    assert made.spec.env == {"LR": "1e-3", "N": "007", "ON": "true", "Q": "a"}
+
+
+def test_a_script_takes_what_its_session_reads(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    asked = ("train.seed=2", "checkpoint.keep=5", "stability.spike=skip", "parallel.compile=true", "env.A=b")
+    # It evaluates by itself, so nothing is known here of what it measures.
+    recipe = ask("train.py", assignments=(*asked, "contract.metric=validation_f1")).spec.recipe
+    assert (recipe.train.seed, recipe.checkpoint.keep, recipe.deciding_metric) == (2, 5, "validation_f1")
+    with pytest.raises(ConfigError, match=r"did you mean train\.seed"):
+        ask("train.py", assignments=("train.sed=2",))
+    with pytest.raises(ConfigError, match=r"set data\.validation"):
+        ask(assignments=("contract.metric=validation_f1",))
+
+
+@pytest.mark.parametrize("target", ["missing.py", "missing.toml", "home-folder"])
+def test_a_target_that_is_no_file_is_refused_at_submit(target: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "home-folder").mkdir()
+    with pytest.raises(UsageError, match=target) as e:
+        ask(target)
+    assert e.value.exit_code == 2
+
+
+def test_a_recipe_takes_no_arguments(ask: Prepare, recipe: Path, profile: Path) -> None:
+    with pytest.raises(UsageError, match="--nodes 2"):
+        ask("small.toml", args=("--nodes", "2"))
+
+
+def test_a_broken_recipe_is_named(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml: not valid TOML"):
+        ask("bad.toml")
+
+
+@pytest.mark.parametrize("limit", ["1 day", "1:2:3:4", "x"])
+def test_a_bad_time_limit_is_refused_at_submit(limit: str, ask: Prepare) -> None:
+    with pytest.raises(UsageError, match="time limit"):
+        ask(job={"time": limit})
+
+
+def test_rehearsed_preemptions_are_for_the_local_backend(ask: Prepare) -> None:
+    with pytest.raises(ConfigError, match="--backend local"):
+        ask(assignments=("rehearsal.preempt_at_steps=[5]",))
+    local = {"backend": "local", "device": "cpu"}
+    made = ask(assignments=("rehearsal.preempt_at_steps=[5]",), job=local)
+    assert made.spec.recipe.rehearsal.preempt_at_steps == (5,)
+    with pytest.raises(ConfigError, match=r"step 200 is not before train\.steps = 200"):
+        ask(assignments=("rehearsal.preempt_at_steps=[5, 200]",), job=local)
+    (note,) = (w for w in ask(assignments=("rehearsal.grace_s=3",)).plan.warnings if "rehearsal" in w)
+    assert "rehearsal.grace_s has no effect: it is the local backend's" in note
+    assert not any("rehearsal" in w for w in ask(assignments=("rehearsal.grace_s=3",), job=local).plan.warnings)
+
+
+def test_a_profile_that_no_step_would_reach(ask: Prepare, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'7:9' begins behind the last of train\.steps = 7"):
+        ask(assignments=("train.steps=7", 'train.profile="7:9"'))
+    with pytest.raises(ConfigError, match=r"'5:9' ends behind the last of train\.steps = 7") as e:
+        ask(assignments=("train.steps=7", 'train.profile="5:9"'))
+    assert e.value.fix == "name steps up to 7, as --profile steps=0:7"
+    assert ask(assignments=("train.steps=7", 'train.profile="5:7"')).spec.recipe.profiled_steps == range(5, 7)
+    (tmp_path / "train.py").touch()  # has steps of its own
+    assert ask("train.py", assignments=('train.profile="700:900"',)).spec.script is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "convnet", "said", "fix"),
+    [
+        ("digits", "", "data.path = 'digits' and model.convnet: the images have channels 1, not 3", "channels = 1"),
+        ("digits", "channels = 1\nclasses = 4", "have classes 10, not 4", "set model.convnet.classes = 10"),
+        ("shapes", "channels = 1", "data.path = 'shapes' and .* channels 3, not 1", "set model.convnet.channels = 3"),
+        ("", "classes = 2", "data.path = '' and .* classes 10, not 2", "classes = 10"),
+    ],
+)
+def test_a_convnet_for_other_images(path: str, convnet: str, said: str, fix: str, ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text(
+        f'[data]\npath = "{path}"\n[model]\nkind = "convnet"\n[model.convnet]\n{convnet}'
+    )
+    with pytest.raises(ConfigError, match=said) as e:
+        ask("net.toml")
+    assert fix in str(e.value.fix)
+
+
+def test_more_classes_than_the_images_have_are_no_error(ask: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "net.toml").write_text('[model]\nkind = "convnet"\n[model.convnet]\nclasses = 12\n')
+    assert ask("net.toml").spec.recipe.model.convnet.classes == 12
+
+
+def test_a_url_of_no_known_protocol_is_refused_by_plan_too(ask: Prepare) -> None:
+    with pytest.raises(ConfigError, match="fsspec knows no protocol foo://"):
+        ask(assignments=("checkpoint.remote=foo://x",))
+
+
+@pytest.mark.parametrize("package", ["s3fs", "fsspec"])
+def test_planning_does_not_need_what_a_url_needs(ask: Prepare, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert ask(assignments=("checkpoint.remote=s3://bucket/x",)).spec.recipe.checkpoint.remote == "s3://bucket/x"
+
+
+def test_bad_environment_names_are_refused_before_anything_is_made(ask: Prepare, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="A-B"):
+        ask(env={"A-B": "x"})
+    assert not (tmp_path / "home").exists()
+
+
+def test_names_of_the_submitting_environment_are_the_users(ask: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TORCH_FR_BUFFER_SIZE" in ask(job={"gpus": 2}).plan.nccl
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert "TORCH_FR_BUFFER_SIZE" not in ask(job={"gpus": 2}).plan.nccl
+
+
+def test_the_checkpoint_folder_becomes_absolute(ask: Prepare, tmp_path: Path) -> None:
+    assert ask(job={"checkpoint_dir": "big"}).spec.job.checkpoint_dir == str(tmp_path / "big")
+    assert ask().spec.job.checkpoint_dir == ""
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_example_has_a_plan(example: Path, fake_slurm: FakeSlurm) -> None:
+    prepared = prepare(SubmitRequest(target=str(example), cwd=EXAMPLES))
+    assert prepared.plan.batch.global_batch > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"env": {"V": "caf\udce9"}},
+        {"job": {"account": "caf\udce9"}},
+        {"job": {"sbatch": {"comment": "caf\udce9"}}},
+        {"target": "train.py", "args": ("caf\udce9",)},
+    ],
+)
+def test_what_is_not_utf8_is_refused_in_words(ask: Prepare, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Python stands a surrogate for each byte of an argument that is not UTF-8 (PEP 383)."""
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(UsageError, match=r"'caf\\udce9' is not UTF-8"):
+        ask(**more)
+
+
+def test_a_preset_is_planned_as_it_is_trained(ask: Prepare) -> None:
+    made = ask(assignments=("model.preset=llama3.1-8b",), job={"nodes": 4, "gpus": 8, "gpu_type": "h100"})
+    assert made.spec.recipe.data.seq_len == 8192 and made.plan.batch.global_batch == 128
+    assert made.plan.time.mfu is not None and made.plan.time.mfu > 0.3
+    assert any(r == "data.seq_len 8192: the context of preset llama3.1-8b" for r in made.plan.reasons)
+    assert any("train.global_batch is not set: 128 or more, for preset llama3.1-8b" in r for r in made.plan.reasons)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(3, 129), (8, 128)])
+def test_the_batch_of_a_preset_divides_over_the_ranks(ask: Prepare, gpus: int, batch: int) -> None:
+    made = ask(assignments=("model.preset=llama3.2-1b",), job={"gpus": gpus, "gpu_type": "h100", "layout": "fsdp"})
+    assert made.plan.batch.global_batch == batch
+
+
+def test_what_the_recipe_says_of_length_and_batch_wins_over_the_preset(ask: Prepare) -> None:
+    set_ = ("model.preset=llama3.1-8b", "data.seq_len=256", "train.global_batch=32")
+    made = ask(assignments=set_, job={"nodes": 4, "gpus": 8, "gpu_type": "h100"})
+    assert (made.spec.recipe.data.seq_len, made.plan.batch.global_batch) == (256, 32)
+    assert not any("preset" in reason for reason in made.plan.reasons)

@@ -1,0 +1,339 @@
+"""submit: what it writes, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from clustertrain.errors import ClusterTrainError, ConfigError, SchedulerRefused, UsageError
+from clustertrain.run import events
+from clustertrain.run.run_spec import load_spec
+from clustertrain.submit import transaction
+from clustertrain.submit.request import SubmitRequest
+from clustertrain.submit.sweep import submit_sweep
+from clustertrain.submit.transaction import Submitted, dry_run, submit
+from clustertrain.telemetry.analysis.settings_diff import settings_of
+from tests.fakes.slurm.fixture import FakeSlurm
+
+HOSTILE = "a b'\"$(touch pwned)`x`\n%j\\"
+
+
+def ask(tmp_path: Path, target: str = "", **more: Any) -> Submitted:
+    return submit(SubmitRequest(target=target, cwd=tmp_path, argv=("clustertrain", "submit"), **more))
+
+
+def left_behind(tmp_path: Path) -> list[Path]:
+    runs = tmp_path / "home" / "runs"
+    return list(runs.iterdir()) if runs.exists() else []
+
+
+def test_the_run_directory(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    done = ask(tmp_path, job={"gpus": 4, "name": "My Run"}, env={"TOKEN": "x"})
+    assert (done.job_id, done.backend, done.state) == ("4711", "slurm", "pending")
+    run = done.run
+    assert run.id.startswith("my-run-") and run.path.parent == tmp_path / "home" / "runs"
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    spec = load_spec(run)
+    assert spec.job.gpus == 4 and spec.job.backend == "slurm" and spec.env == {} and spec.secret_env == ("TOKEN",)
+    assert "script" not in tomllib.loads(run.spec.read_text())
+    plan = json.loads(run.plan.read_text())
+    assert plan["layout"]["strategy"] == "ddp" and plan["world_size"] == 4 and plan["signal_lead_s"] == 120
+    (call,) = fake_slurm.calls("sbatch")
+    assert call.script == run.script.read_text() and f"--chdir={run.path}" in call.argv
+    assert stat.S_IMODE(run.script.stat().st_mode) == 0o700
+    record = json.loads(run.record.read_text())
+    assert (record["contract"]["metric"], record["contract"]["resume"]) == ("loss", "elastic")
+    assert record["argv"] == ["clustertrain", "submit"] and record["git"] is None and "torch" in record["packages"]
+    (event,) = events.of_run(run)
+    assert (event["event"], event["job_id"], event["backend"]) == ("submitted", "4711", "slurm")
+    assert run.checkpoints.is_dir() and not run.checkpoints.is_symlink() and not run.code.exists()
+
+
+SECRET = "s3cret-canary"
+HOOK = f"https://hooks.example.org/{SECRET}"
+
+
+def with_the_secret(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and SECRET in p.read_text(errors="replace"))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_secrets_are_in_one_file_of_their_owners(share: bool, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'[telemetry.alerts]\nwebhook = "{HOOK}"\n')
+    argv = ("clustertrain", "submit", "--env", f"TOKEN={SECRET}", "a.toml")
+    request = SubmitRequest(
+        target="a.toml", cwd=tmp_path, argv=argv, env={"TOKEN": SECRET, "LANG": "C"}, job={"share": share}
+    )
+    done = submit(request)
+    run = done.run
+    assert with_the_secret(run.path) == [run.secrets] and stat.S_IMODE(run.secrets.stat().st_mode) == 0o600
+    bash = f'. {run.secrets}; printf \'%s \' "$TOKEN" "$LANG" "$CLUSTERTRAIN_WEBHOOK"'
+    said = subprocess.run(["bash", "-c", bash], text=True, capture_output=True, check=True).stdout
+    assert said.split() == [SECRET, "C", HOOK]
+    (call,) = fake_slurm.calls("sbatch")
+    assert SECRET not in " ".join(call.argv) and "TOKEN" in call.script
+    spec = load_spec(run)
+    assert spec.secret_env == ("LANG", "TOKEN") and spec.recipe.telemetry.alerts.webhook_env == "CLUSTERTRAIN_WEBHOOK"
+    assert SECRET not in " ".join(done.notes) and settings_of(run)["env"] == ["LANG", "TOKEN"]
+    shown = dry_run(request)
+    assert "TOKEN" in shown.script and SECRET not in shown.script
+
+
+def test_each_run_of_a_sweep_has_its_secrets(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    asked = SubmitRequest(cwd=tmp_path, env={"TOKEN": SECRET}, job={"share": True})
+    done = submit_sweep(asked, ["train.seed=1,2"], None)
+    assert with_the_secret(tmp_path / "home") == sorted(submitted.run.secrets for submitted, _ in done.runs)
+
+
+def test_without_secrets_there_is_no_file(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run = ask(tmp_path).run
+    assert not run.secrets.exists() and "secrets.sh" not in run.script.read_text()
+
+
+def test_what_was_not_copied_is_reported_in_one_line_each(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("")
+    (project / "data").symlink_to("/usr/share")
+    for name in (".env", "key.pem", "id_rsa"):
+        (project / name).write_text(SECRET)
+    done = ask(tmp_path, "project/train.py", snapshot_include=("key*",))
+    assert [note for note in done.notes if note.startswith("not ")] == [
+        "not copied, the job will use the original: data -> /usr/share",
+        "not copied: .env, id_rsa (look like secrets); copy with --snapshot-include .env",
+    ]
+    assert with_the_secret(done.run.path) == [done.run.code / "key.pem"]
+
+
+def test_names_of_a_repository_do_not_reach_the_terminal_raw(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "\x1b]52;c;x\x07.pem").write_text("")
+    (tmp_path / "li\nnk").symlink_to("/usr/share")
+    notes = ask(tmp_path, "train.py").notes
+    assert len([note for note in notes if "pem" in note or "/usr/share" in note]) == 2
+    assert all(note.isprintable() for note in notes)
+
+
+def test_the_contract_is_in_the_record(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    asked = {"task": "tell cats from dogs", "metric": "grad_norm", "mode": "max", "target": "benchmark",
+             "resume": "exact", "gpu_hours": 5.0}  # fmt: skip
+    (tmp_path / "cats.toml").write_text(tomli_w.dumps({"contract": asked}))
+    record = json.loads(ask(tmp_path, target="cats.toml").run.record.read_text())
+    assert record["contract"].items() >= {**asked, "higher_is_better": True}.items()
+
+
+def test_a_script_is_snapshotted_and_runs_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "jobs").mkdir()
+    (project / "jobs" / "train.py").write_text("print(1)\n")
+    subprocess.run(["git", "init", "-q", project], check=True)
+    done = ask(tmp_path, "project/jobs/train.py", args=("--steps", "3"))
+    script = load_spec(done.run).script
+    assert script is not None and script.path == "jobs/train.py" and script.args == ("--steps", "3")
+    assert script.cwd == str(tmp_path)
+    assert (done.run.code / "jobs" / "train.py").read_text() == "print(1)\n"
+    # An empty folder is in no snapshot, so `src` is not on the path.
+    assert f'export PYTHONPATH={done.run.code}"$' in done.run.script.read_text()
+    (project / "src" / "lib.py").write_text("")
+    again = ask(tmp_path, "project/jobs/train.py")
+    assert f'export PYTHONPATH={again.run.code}:{again.run.code}/src"$' in again.run.script.read_text()
+
+
+@pytest.mark.parametrize(("share", "folder", "file"), [(True, 0o750, 0o040), (False, 0o700, 0)])
+def test_the_umask_neither_closes_a_shared_run_nor_opens_another(
+    fake_slurm: FakeSlurm, tmp_path: Path, share: bool, folder: int, file: int
+) -> None:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "train.py").write_text("print(1)\n")
+    (project / "src" / "train.py").chmod(0o640)
+    (project / "src" / "private.py").write_text("")
+    (project / "src" / "private.py").chmod(0o600)
+    before = os.umask(0o077)
+    try:
+        run = ask(tmp_path, "project/src/train.py", job={"share": share}).run
+        assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+    found = [run.path, *run.path.rglob("*")]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir()} == {folder}
+    files = {p.name: p.stat().st_mode & 0o070 for p in found if p.is_file()}
+    assert files.pop("private.py") == 0  # as its owner has it
+    assert set(files.values()) == {file} and "train.py" in files, files
+
+
+def a_recipe_with_an_entry(tmp_path: Path) -> Path:
+    """A repository with the package ``nets`` beside a recipe that trains a module of it."""
+    project = tmp_path / "project"
+    (project / "experiments" / "nets").mkdir(parents=True)
+    (project / "experiments" / "nets" / "net.py").write_text("def make(): ...\n")
+    (project / "experiments" / "net.toml").write_text('[model]\nentry = "nets.net:make"\nargs = { width = 3 }\n')
+    subprocess.run(["git", "init", "-q", project], check=True)
+    return project
+
+
+def test_the_code_of_an_entry_is_snapshotted_and_imported_from_there(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    a_recipe_with_an_entry(tmp_path)
+    run = ask(tmp_path, "project/experiments/net.toml").run
+    spec = load_spec(run)
+    assert spec.script is None and spec.recipe.model.args == {"width": 3}
+    assert (run.code / "experiments" / "nets" / "net.py").read_text() == "def make(): ...\n"
+    assert f'export PYTHONPATH={run.code}:{run.code}/experiments"$' in run.script.read_text()
+
+
+def test_an_entry_is_found_where_submit_is_called_or_else_taken_for_installed(
+    fake_slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def make(): ...\n")
+    run = ask(tmp_path, assignments=("model.entry=mine:make",)).run
+    assert (run.code / "mine.py").is_file() and f'export PYTHONPATH={run.code}"$' in run.script.read_text()
+    run = ask(tmp_path, assignments=("model.entry=json.decoder:JSONDecoder",)).run
+    assert not run.code.exists()
+
+
+def test_a_preset_fills_what_the_recipe_leaves_out(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[model]\nlayers = 2\n")
+    model = load_spec(ask(tmp_path, "a.toml", assignments=("model.preset=125m",)).run).recipe.model
+    assert (model.preset, model.layers, model.dim, model.tie_embeddings) == ("125m", 2, 768, True)
+
+
+def test_hostile_values_reach_nothing(fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / HOSTILE).mkdir()
+    script = tmp_path / HOSTILE / f"{HOSTILE}.py"
+    script.write_text("")
+    done = ask(tmp_path, str(script), job={"name": HOSTILE}, env={"V": HOSTILE}, args=(HOSTILE,))
+    saved = load_spec(done.run)
+    assert saved.script is not None and saved.script.args == (HOSTILE,) and saved.script.path == script.name
+    assert saved.secret_env == ("V",) and saved.job.name == HOSTILE
+    assert done.run.id.startswith("a-b-touch-pwned-x-j-")
+    subprocess.run(["bash", "-n", done.run.script], check=True)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_refusal_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm.answers("sbatch", stderr="sbatch: error: invalid partition specified: nope\n", rc=1)
+    with pytest.raises(SchedulerRefused, match="invalid partition specified: nope"):
+        ask(tmp_path, job={"partition": "nope", "checkpoint_dir": str(tmp_path / "big")})
+    assert left_behind(tmp_path) == [] and list((tmp_path / "big").iterdir()) == []
+
+
+def failing_requests(tmp_path: Path) -> list[dict[str, Any]]:
+    (tmp_path / "big.py").write_text("x" * (2 * 1024 * 1024))
+    return [
+        {"target": "missing.py"},
+        {"target": "big.py", "snapshot_limit_mib": 1},
+        {"job": {"nodes": 3, "gpus": 7}, "assignments": ("train.global_batch=16",)},
+        {"job": {"sbatch": {"wrap": "id"}}},
+        {"job": {"account": "a\nb"}},
+        {"job": {"gpu_type": "t4"}, "assignments": ("model.dim=8192", "model.heads=64", "model.layers=12")},
+        {"job": {"checkpoint_dir": "/proc/nope"}},
+    ]
+
+
+def test_every_other_failure_leaves_nothing_behind(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    for request in failing_requests(tmp_path):
+        with pytest.raises(ClusterTrainError):
+            ask(tmp_path, **request)
+        assert left_behind(tmp_path) == [], request
+        assert fake_slurm.calls("sbatch") == [], request
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transaction.provenance, "collect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask(tmp_path)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_numbers(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    large = ("model.dim=8192", "model.heads=64", "model.layers=64")
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB a rank .*, and has 15") as e:
+        ask(tmp_path, job={"gpu_type": "t4"}, assignments=large)
+    assert e.value.exit_code == 78 and re.search(r"\d+ nodes of 1 t4", e.value.fix or "")
+
+
+def test_checkpoints_may_live_elsewhere(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    done = ask(tmp_path, job={"checkpoint_dir": "big"})
+    assert done.run.checkpoints.readlink() == tmp_path / "big" / done.run.id
+    assert (tmp_path / "big" / done.run.id).is_dir()
+
+
+def test_share_opens_the_run_to_the_group(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    run = ask(tmp_path, job={"share": True}).run
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o750
+    assert stat.S_IMODE(run.spec.stat().st_mode) == 0o640 and stat.S_IMODE(run.checkpoints.stat().st_mode) == 0o750
+
+
+def test_a_dry_run_makes_nothing_and_prints_what_submit_writes(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    a_recipe_with_an_entry(tmp_path)
+    for target in ("", "train.py", "project/experiments/net.toml"):
+        request = SubmitRequest(target=target, cwd=tmp_path, job={"gpus": 2, "time": "30"})
+        text = dry_run(request).script
+        assert not (tmp_path / "home").exists() and fake_slurm.calls("sbatch") == []
+        done = submit(request)
+        assert text.replace("xxxxxx", done.run.id.rpartition("-")[2]) == done.run.script.read_text()
+        subprocess.run(["rm", "-r", tmp_path / "home"], check=True)
+        (fake_slurm.folder / "sbatch.calls").unlink()
+
+
+def test_memory_filesystems_are_refused_for_slurm(
+    fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm here")
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", "/dev/shm/clustertrain-test")
+    with pytest.raises(ConfigError, match=r"/dev/shm/clustertrain-test is on \w+fs, which compute nodes do not see"):
+        ask(tmp_path)
+    assert not Path("/dev/shm/clustertrain-test").exists()
+
+
+@pytest.mark.parametrize(("home", "backends"), [("a%jb", ["slurm"]), ("a\\b", ["slurm"]), ("a:b", ["slurm", "local"])])
+def test_paths_that_slurm_or_python_would_misread_are_refused(
+    home: str, backends: list[str], fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / home))
+    for backend in backends:
+        with pytest.raises(ConfigError, match="which cannot be used"):
+            ask(tmp_path, job={"backend": backend, "device": "cpu"})
+    assert not (tmp_path / home).exists()
+
+
+def test_the_user_is_told_of_folders_that_stay_outside(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("")
+    (tmp_path / "project" / "data").symlink_to(tmp_path / "datasets")
+    done = ask(tmp_path, "project/train.py")
+    assert any(f"data -> {tmp_path / 'datasets'}" in note for note in done.notes)
+
+
+@pytest.mark.parametrize(("nodes", "crowded"), [(1, False), (1000, True)])
+def test_a_cluster_asked_of_one_machine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, crowded: bool
+) -> None:
+    monkeypatch.setenv("CLUSTERTRAIN_HOME", str(tmp_path / "home"))
+    made = dry_run(SubmitRequest(cwd=tmp_path, job={"backend": "local", "nodes": nodes}))
+    assert any("1000 nodes, 1000 ranks on" in note for note in made.notes) == crowded
+
+
+def test_a_usage_error_comes_before_everything(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ask(tmp_path, "missing.py")
+    assert not (tmp_path / "home").exists()

@@ -1,0 +1,209 @@
+"""What the exporter says of a snapshot, as Prometheus's own parser reads it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from clustertrain import clock
+from clustertrain.run.heartbeat import PHASES
+from clustertrain.telemetry import fields
+from clustertrain.telemetry.export.feed import STALE_S, Feed
+from clustertrain.telemetry.export.metric_names import METRICS
+from clustertrain.telemetry.export.prometheus import OWN, registry_of, render
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store.writer import GpuFacts
+from tests.paths import ROOT
+from tests.unit.telemetry.snapshots import GIB, LABELS, full, mig_slice, snapshot
+
+Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def said(feed: Feed) -> dict[Series, float]:
+    families = parse(render(feed).decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def of(snap: Snapshot) -> dict[Series, float]:
+    feed = Feed(LABELS, 1.0)
+    feed.observe(snap)
+    return said(feed)
+
+
+def series(name: str, /, **labels: str) -> Series:
+    base = {"run": "demo-abcdef", "job_id": "4711", "attempt": "2", "node": "node1"}
+    return name, frozenset((base | labels).items())
+
+
+def names(found: Mapping[Series, float]) -> set[str]:
+    return {name for name, _ in found}
+
+
+GPU1 = {"gpu": "1", "uuid": "GPU-1", "rank": "9"}
+
+
+def test_values_are_in_base_units_under_names_that_say_so() -> None:
+    values = {
+        "gpu1.utilization": 0.87,
+        "gpu1.sm_clock_mhz": 1980.0,
+        "gpu1.power_w": 512.5,
+        "gpu1.temperature_c": 61.0,
+        "gpu1.energy_j": 123456.0,
+        "gpu1.pcie_tx_bytes": 5e9,
+        "host.job_cpu_s": 12.5,
+        "rank9.step": 120.0,
+        "rank9.phase": float(PHASES.index("train")),
+    }
+    found = of(snapshot(values))
+    assert found[series("clustertrain_gpu_utilization_ratio", **GPU1)] == 0.87
+    assert found[series("clustertrain_gpu_sm_clock_hertz", **GPU1)] == 1.98e9
+    assert found[series("clustertrain_gpu_power_watts", **GPU1)] == 512.5
+    assert found[series("clustertrain_gpu_temperature_celsius", **GPU1)] == 61.0
+    assert found[series("clustertrain_gpu_energy_joules_total", **GPU1)] == 123456.0
+    assert found[series("clustertrain_gpu_pcie_tx_bytes_total", **GPU1)] == 5e9
+    assert found[series("clustertrain_gpu_memory_total_bytes", **GPU1)] == 80 * GIB
+    assert found[series("clustertrain_host_job_cpu_seconds_total")] == 12.5
+    assert found[series("clustertrain_rank_steps_total", rank="9")] == 120
+    assert found[series("clustertrain_rank_phase", rank="9")] == PHASES.index("train")
+    assert found[series("clustertrain_gpu_info", **GPU1, name="H100", minor="1", parent="")] == 1
+
+
+def test_what_is_missing_is_absent_and_a_zero_is_a_zero() -> None:
+    """rezolus#1196, slurm-job-exporter#53: what is not known must not be shown as 0."""
+    found = of(snapshot({"gpu0.utilization": math.nan, "gpu1.utilization": 0.0, "gpu0.power_w": math.nan}))
+    assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_utilization_ratio"] == [0.0]
+    assert "clustertrain_gpu_power_watts" not in names(found)
+    assert b"clustertrain_gpu_power_watts" not in render(Feed(LABELS, 1.0))
+
+
+def test_columns_of_later_versions_and_of_gpus_that_are_not_there_are_left_out() -> None:
+    found = of(snapshot({"gpu0.aura": 1.0, "gpu7.utilization": 1.0, "moon0.phase": 1.0, "rank99.step": 1.0}))
+    assert names(found) == {
+        "clustertrain_gpu_info",
+        "clustertrain_gpu_memory_total_bytes",
+        "clustertrain_sampler_samples_total",
+        "clustertrain_sampler_missed_total",
+        "clustertrain_sampler_last_sample_timestamp_seconds",
+    }
+
+
+def test_figures_of_a_sampler_that_hangs_go_and_its_last_word_stays() -> None:
+    feed = Feed(LABELS, 1.0)
+    old = snapshot(full(), age_s=STALE_S + 1)
+    feed.observe(old)
+    found = said(feed)
+    assert not any(name.startswith(("clustertrain_gpu", "clustertrain_rank", "clustertrain_host")) for name, _ in found)
+    assert found[series("clustertrain_sampler_last_sample_timestamp_seconds")] == old.t
+    feed.observe(snapshot(full()))
+    assert series("clustertrain_gpu_utilization_ratio", **GPU1) in said(feed)
+
+
+def test_samples_that_were_due_and_did_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(LABELS, 2.0)
+    now = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
+    for ago in (10.0, 7.9, 6.1, 0.0):
+        feed.observe(snapshot({}, mono=now - ago))
+    assert (feed.samples, feed.missed) == (4, 2)
+    # A sampler that hangs in the driver says nothing: its samples are missing as time goes by, and are counted once.
+    missed = []
+    for ahead in (1.9, 2.1, 3.9, 6.1, 7.9):
+        monkeypatch.setattr(clock, "monotonic", lambda ahead=ahead: now + ahead)
+        missed.append(feed.missed)
+    assert missed == [2, 2, 2, 4, 4]
+    feed.observe(snapshot({}, mono=now + 8.0))
+    assert feed.missed == 5
+
+
+def test_xids_count_by_number_and_repeats_can_be_told() -> None:
+    """dcgm-exporter#500, #190: a gauge with the last number hides that it came again."""
+    feed = Feed(LABELS, 1.0)
+    feed.observe(snapshot({}))
+    assert not {n for n in names(said(feed)) if "xid" in n}  # nobody watches: not known is not none
+    feed.watch_xids(["GPU-1"])
+    assert said(feed)[series("clustertrain_gpu_xids_total", **GPU1)] == 0
+    for xid, count in ((79, 1), (31, 1), (79, 3)):
+        feed.xid("GPU-1", xid, count)
+    feed.watch_xids(["GPU-1"])  # NVML was opened again
+    found = said(feed)
+    assert [v for (name, _), v in found.items() if name == "clustertrain_gpu_xids_total"] == [5]
+    assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="79")] == 4
+    assert found[series("clustertrain_gpu_xids_by_number_total", **GPU1, xid="31")] == 1
+
+
+def test_a_mig_slice_tells_whose_it_is() -> None:
+    snap = Snapshot(1.0, snapshot({}).mono, "node1", [mig_slice("GPU-7")], [], {})
+    (info,) = [dict(labels) for name, labels in of(snap) if name == "clustertrain_gpu_info"]
+    assert (info["uuid"], info["parent"]) == ("MIG-1", "GPU-7")
+
+
+def test_a_gpu_that_could_not_be_opened_is_there_without_what_is_not_known() -> None:
+    snap = Snapshot(1.0, snapshot({}).mono, "node1", [GpuFacts("GPU-x", reason="GPU_IS_LOST")], [], {})
+    found = of(snap)
+    unknown = {"gpu": "", "uuid": "GPU-x", "rank": "", "name": "", "minor": "", "parent": ""}
+    assert found[series("clustertrain_gpu_info", **unknown)] == 1
+    assert "clustertrain_gpu_memory_total_bytes" not in names(found)
+
+
+def test_hostile_labels_are_escaped() -> None:
+    feed = Feed(LABELS.__class__('a"b\\c\nd', "", 1, "n"), 1.0)
+    feed.observe(snapshot({"host.cpu": 0.5}))
+    labels = [dict(labels) for name, labels in said(feed) if name == "clustertrain_host_cpu_ratio"]
+    assert labels == [{"run": 'a"b\\c\nd', "job_id": "", "attempt": "1", "node": "n"}]
+
+
+def test_every_field_has_a_metric_of_its_own() -> None:
+    found = [m.name for known in METRICS.values() for m in known.values()]
+    assert len(found) == len(set(found)) == len(fields.GPU) + len(fields.HOST) + len(fields.RANK)
+    assert names(of(snapshot(full()))) >= set(found)
+
+
+def test_the_manual_has_what_is_no_recorded_field() -> None:
+    text = (ROOT / "docs" / "export.md").read_text()
+    for own in OWN:
+        short = own.metric.name.removeprefix("clustertrain_sampler")
+        assert f"`{own.metric.name}`" in text or f"`…{short}`" in text, own.metric.name
+    assert ", ".join(f"{code} {word}" for code, word in enumerate(PHASES)) in text
+
+
+def test_labels_are_bounded() -> None:
+    """One series a metric and device: nothing in a label changes from one sample to the next."""
+    feed = Feed(LABELS, 1.0)
+    shapes = []
+    for step in range(3):
+        feed.observe(snapshot({c: float(step) for c in full()}))
+        shapes.append(set(said(feed)))
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def _everything() -> Feed:
+    feed = Feed(LABELS, 1.0)
+    feed.observe(snapshot(full()))
+    feed.xid("GPU-0", 79, 1)
+    return feed
+
+
+def test_it_is_valid_openmetrics_too() -> None:
+    """What Prometheus asks for first."""
+    text = openmetrics(registry_of(_everything())).decode()
+    families = {f.name for f in parse_openmetrics(text)}
+    assert "clustertrain_gpu_energy_joules" in families and "clustertrain_gpu_utilization_ratio" in families
+
+
+def test_promtool_finds_nothing_to_say() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: slurm/install-packages")
+    text = render(_everything())
+    argv = ["promtool", "check", "metrics"]
+    done = subprocess.run(argv, input=text, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    # It does look.
+    wrong = text.replace(b"_joules_total", b"_joules")
+    assert subprocess.run(argv, input=wrong, capture_output=True, timeout=60, check=False).returncode != 0

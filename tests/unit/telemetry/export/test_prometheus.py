@@ -1,0 +1,174 @@
+"""A real Prometheus reads the exporter, and answers every question of the Grafana dashboard."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from clustertrain import clock
+from clustertrain.config.telemetry import ExporterSpec
+from clustertrain.run.heartbeat import PHASES
+from clustertrain.telemetry.export.exporter import Exporter
+from slurm.grafana import dashboard
+from tests.paths import ROOT
+from tests.unit.telemetry.export.test_http_server import PORTS, WAIT_S, Watched, free_port
+from tests.unit.telemetry.snapshots import LABELS, full, snapshot
+
+DASHBOARD = ROOT / "slurm" / "grafana" / "clustertrain.json"
+CONFIG = """
+global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}
+scrape_configs:
+  - job_name: clustertrain
+    static_configs: [{{targets: ['127.0.0.1:{port}']}}]
+"""
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str, **parameters: str) -> Any:
+        url = f"{self.url}{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as e:
+            if e.code >= 500:
+                raise  # it is not up yet
+            return json.load(e)
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        answer = self.get("/api/v1/query", query=expr)
+        assert answer["status"] == "success", f"{expr}: {answer}"
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    def wait_for(self, expr: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+
+        def there() -> bool:
+            nonlocal found
+            try:
+                found = self.query(expr)
+            except OSError:  # it does not listen, or is not up yet
+                return False
+            return bool(found)
+
+        assert clock.wait_until(there, WAIT_S), f"no answer to {expr}: {self.get('/api/v1/targets')}"
+        return found
+
+
+def _feed(exporter: Exporter, over: threading.Event) -> None:
+    """A node at work: every counter grows by 10 a tick."""
+    for tick in itertools.count():
+        values = {c: 0.5 if "ratio" in c or "utilization" in c else 10.0 * tick for c in full()}
+        values |= {"gpu0.utilization": 0.87, "gpu1.utilization": 0.0, "rank8.phase": float(PHASES.index("train"))}
+        del values["gpu1.power_w"]
+        exporter.observe(snapshot(values))
+        if over.wait(0.1):
+            return
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed: slurm/install-packages")
+    folder = tmp_path_factory.mktemp("prometheus")
+    watched = Watched(ExporterSpec(port=free_port(PORTS)))
+    (folder / "config.yml").write_text(CONFIG.format(port=watched.started()))
+    over = threading.Event()
+    feeder = threading.Thread(target=_feed, args=(watched.exporter, over), daemon=True)
+    watched.exporter.watch_xids(["GPU-0"])
+    watched.exporter.xid("GPU-1", 79)
+    feeder.start()
+    port = free_port()
+    argv = ["prometheus", f"--config.file={folder / 'config.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    argv += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder) as child:
+        try:
+            server = Prometheus(port)
+            server.wait_for(f"count_over_time(clustertrain_sampler_samples_total[{WAIT_S:.0f}s]) > 3")
+            yield server
+        finally:
+            child.terminate()
+            child.wait(WAIT_S)
+            over.set()
+            feeder.join(WAIT_S)
+            assert watched.exporter.stop(WAIT_S)
+
+
+@pytest.mark.long
+def test_prometheus_has_the_values_with_their_labels(prometheus: Prometheus) -> None:
+    (target,) = prometheus.get("/api/v1/targets")["data"]["activeTargets"]
+    assert (target["health"], target["lastError"]) == ("up", "")
+    found = {r["metric"]["uuid"]: r for r in prometheus.query("clustertrain_gpu_utilization_ratio")}
+    assert {uuid: float(r["value"][1]) for uuid, r in found.items()} == {"GPU-0": 0.87, "GPU-1": 0.0}
+    labels = {k: v for k, v in found["GPU-0"]["metric"].items() if k not in ("__name__", "instance", "job")}
+    base = {"run": LABELS.run, "job_id": LABELS.job_id, "attempt": "2", "node": LABELS.node}
+    assert labels == {**base, "gpu": "0", "uuid": "GPU-0", "rank": "8"}
+    assert [r["metric"]["uuid"] for r in prometheus.query("clustertrain_gpu_power_watts")] == ["GPU-0"]
+    (xid,) = prometheus.query("clustertrain_gpu_xids_by_number_total")
+    assert xid["metric"]["xid"] == "79" and xid["value"][1] == "1"
+    # Counters are counters: they have a rate.
+    (joined,) = prometheus.query('rate(clustertrain_rank_tokens_total{rank="8"}[30s]) > 0')
+    assert joined["metric"]["rank"] == "8"
+
+
+def _expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+@pytest.mark.long
+def test_it_answers_every_question_of_the_dashboard(prometheus: Prometheus) -> None:
+    silent = []
+    filled = {"$__rate_interval": "30s", "$__range": "30s", "$run": ".*", "$job": ".*", "$node": ".*"}
+    for expr in _expressions():
+        asked = expr
+        for variable, value in filled.items():
+            asked = asked.replace(variable, value)
+        if not prometheus.query(asked):
+            silent.append(expr)
+    assert silent == []
+    names = prometheus.get("/api/v1/label/run/values", **{"match[]": "clustertrain_sampler_samples_total"})
+    assert names["data"] == [LABELS.run]
+
+
+@pytest.mark.long
+def test_it_answers_the_questions_of_the_manual(prometheus: Prometheus) -> None:
+    lines = re.findall(r"^(?:clustertrain_|sum by).*$", (ROOT / "docs" / "export.md").read_text(), re.MULTILINE)
+    assert len(lines) == 2
+    assert [line for line in lines if not prometheus.query(line)] == []
+    (joined,) = prometheus.query(lines[0])  # the other rank is in no phase of that number
+    assert joined["metric"]["rank"] == "8"
+
+
+def test_the_dashboard_is_what_the_script_writes() -> None:
+    assert json.loads(DASHBOARD.read_text()) == dashboard.build(), "python slurm/grafana/dashboard.py"
+
+
+def test_the_dashboard_is_laid_out() -> None:
+    found = dashboard.build()
+    ids = [p["id"] for p in found["panels"]]
+    assert len(ids) == len(set(ids))
+    cells = [
+        (x, y)
+        for at in (p["gridPos"] for p in found["panels"])
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < dashboard.WIDTH
+    assert [v["name"] for v in found["templating"]["list"]] == ["datasource", "run", "job", "node"]
+    assert dashboard.PHASES == PHASES
+    assert all(("$run" in expr and "$job" in expr and "$node" in expr) for expr in _expressions())

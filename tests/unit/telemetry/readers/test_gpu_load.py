@@ -1,0 +1,142 @@
+"""A load that the stub plays: what the readers see of it, moment by moment."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.fakes.nvml.build import Stub
+from tests.unit.telemetry.nvml_asking import steps
+
+# Four GPUs of a job in which one idles, one gets too hot and one is slow, for no reason that the driver tells.
+LOAD = """
+    device 0 uuid GPU-good
+    device 1 uuid GPU-idle
+    device 2 uuid GPU-hot
+    device 3 uuid GPU-slow
+    at 0 utilization 10 97
+    at 0 power 10 650000
+    at 0 sm_clock 10 1980
+    at 2 utilization 10 98
+    at 2 power 10 640000
+    at 2 sm_clock 10 1980
+    at 2 temperature 10 60
+    ramp 2 temperature 60 87
+    at 2 reasons 60 0x40
+    at 2 sm_clock 60 1980
+    ramp 2 sm_clock 90 1200
+    ramp 2 power 90 400000
+    at 3 utilization 10 99
+    at 3 power 10 500000
+    at 3 sm_clock 10 1410
+"""
+
+
+def moment(t: float) -> str:
+    return f"start {time.time() - t}\n{LOAD}"
+
+
+def test_each_gpu_at_its_moments(nvml_stub: Stub) -> None:
+    nvml_stub.drive(moment(0))
+    moments = (0, 30, 100)
+    asked = [step for t in moments for step in (["drive", moment(t)], ["read", "fast"])]
+    start, busy, late = steps(nvml_stub.environ(), *asked)[1::2]
+    assert all(gpu["utilization"] == 0 for gpu in start.values())
+    assert [gpu["utilization"] for gpu in busy.values()] == [0.97, 0, 0.98, 0.99]
+    assert [gpu["sm_clock_mhz"] for gpu in busy.values()] == [1980, 345, 1980, 1410]
+    assert busy["GPU-hot"]["temperature_c"] == pytest.approx(60 + 27 * 20 / 50, abs=1.1)
+    assert [gpu["throttle_thermal"] for gpu in busy.values()] == [0] * 4
+    assert [gpu["throttle_thermal"] for gpu in late.values()] == [0, 0, 1, 0]
+    assert late["GPU-hot"]["sm_clock_mhz"] == 1200
+    assert late["GPU-slow"]["throttle_power"] == late["GPU-slow"]["throttle_hardware"] == 0
+
+
+def test_energy_is_the_integral_of_power(nvml_stub: Stub) -> None:
+    """What the whole file has drawn until then, whatever was read in between."""
+    ramp = "device 0 uuid GPU-a\ndevice 0 power 100000\nat 0 power 10 300000\nramp 0 power 30 500000\n"
+    nvml_stub.drive(f"start {time.time() - 40}\n{ramp}")
+    (first,) = steps(nvml_stub.environ(), ["read", "fast"])
+    assert first["GPU-a"]["energy_j"] == pytest.approx(10 * 100 + 20 * 400 + 10 * 500, rel=0.1)
+
+
+def test_a_counter_goes_on_where_the_file_changes(nvml_stub: Stub) -> None:
+    nvml_stub.drive(f"start {time.time() - 100}\ndevice 0 pcie_tx_rate 1e9\n")
+    later = f"start {time.time() - 10}\ndevice 0 pcie_tx_rate 2e9\n"
+    before, _, after = steps(nvml_stub.environ(), ["read", "fast"], ["drive", later], ["read", "fast"])
+    (a,), (b,) = before.values(), after.values()
+    assert a["pcie_tx_bytes"] == pytest.approx(1e11, rel=0.1)
+    assert b["pcie_tx_bytes"] - a["pcie_tx_bytes"] == pytest.approx(2e10, rel=0.5)
+
+
+def test_a_gpu_that_is_lost_and_comes_back(nvml_stub: Stub) -> None:
+    lost = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\nfail 0 * 15 60 90\n"
+
+    def at(t: float) -> list[str]:
+        return ["drive", f"start {time.time() - t}\n{lost}"]
+
+    nvml_stub.drive(f"start {time.time()}\n{lost}")
+    read = ["read", "fast"]
+    found = steps(
+        nvml_stub.environ(), read, at(70), read, ["read", "slow"], ["wait", 6], read, at(100), ["wait", 11], read
+    )
+    well, gone, gone_slowly, still, back = found[0], found[2], found[3], found[5], found[8]
+    assert well["GPU-a"]["power_w"] == 70
+    for one in (gone, gone_slowly, still):
+        assert one["GPU-a"] == "lost: GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"
+        assert not isinstance(one["GPU-b"], str)
+    assert back["GPU-a"]["power_w"] == 70
+
+
+def test_activity_is_a_mean_over_the_time_since_the_last_reading(nvml_stub: Stub) -> None:
+    nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 sm_activity 80\ndevice 0 tensor_activity 40\n")
+    read = ["read", "fast"]
+    first, second, soon, left = steps(nvml_stub.environ(), read, ["read-until", "sm_activity"], read, ["close"])
+    assert first["GPU-a"]["sm_activity"] == "NO_DATA: a mean needs two samples"
+    activity = [second["GPU-a"][name] for name in ("sm_activity", "tensor_activity", "dram_activity")]
+    assert activity == pytest.approx([0.8, 0.4, 0.0], abs=0.01)
+    # Within 0.1 s the last pair stands: a shorter one would be wrong (NVIDIA/DCGM#310).
+    assert soon["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
+    assert left == 0, "samples of NVML's that nobody has freed"
+
+
+def test_a_slice_has_the_activity_of_its_own_instance(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 gpm 1
+        device 1 uuid MIG-x
+        device 1 parent 0
+        device 1 gpu_instance 3
+        device 1 gpm 1
+        device 1 utilization 75
+        device 1 sm_activity 50
+        device 2 uuid MIG-y
+        device 2 parent 0
+        device 2 gpu_instance 5
+        device 2 gpm 1
+    """)
+    found, left = steps(nvml_stub.environ(), ["read-until", "sm_activity"], ["close"])
+    assert list(found) == ["MIG-x", "MIG-y"]
+    assert (found["MIG-x"]["utilization"], found["MIG-x"]["sm_activity"]) == pytest.approx((0.75, 0.5), abs=0.01)
+    assert (found["MIG-y"]["utilization"], found["MIG-y"]["sm_activity"]) == (0.0, 0.0)
+    assert left == 0
+
+
+def test_nvml_that_goes_away_and_is_opened_again(nvml_stub: Stub) -> None:
+    well = "device 0 uuid GPU-a\ndevice 0 sm_activity 80\n"
+    nvml_stub.drive(well)
+    found = steps(
+        nvml_stub.environ(),
+        ["read-until", "sm_activity"],
+        ["drive", well + "fail 0 * 1\n"],
+        ["read", "fast"],
+        ["session"],
+        ["drive", well],
+        ["reopen"],
+        ["read-until", "sm_activity"],
+        ["close"],
+    )
+    assert found[2]["GPU-a"]["power_w"].startswith("UNINITIALIZED")
+    assert found[3] == [True]
+    assert found[6]["GPU-a"]["sm_activity"] == pytest.approx(0.8, abs=0.01)
+    assert found[7] == 0

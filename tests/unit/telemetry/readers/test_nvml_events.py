@@ -1,0 +1,124 @@
+"""XID and ECC events, from the stub through the real nvidia-ml-py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.telemetry import xids
+from clustertrain.telemetry.readers.nvml_events import GpuEvent, Kind, Storm
+from tests.fakes.nvml.build import Stub
+from tests.unit.telemetry.nvml_asking import steps
+
+TWO = "device 0 uuid GPU-a\ndevice 1 uuid GPU-b\n"
+
+
+def short(poll: list[Any]) -> list[tuple[str, str, int | None, int]]:
+    return [(e["uuid"], e["kind"], e["xid"], e["count"]) for e in poll[:-1]]
+
+
+def test_each_occurrence_counts(nvml_stub: Stub) -> None:
+    """dcgm-exporter#500, #190: a gauge of the last number cannot tell that it came again."""
+    nvml_stub.drive(TWO)
+    happened = TWO + "event 1 0 xid 79\n" + "event 0 0 xid 31\n" * 3 + "event 0 0 sbe\nevent 1 0 dbe\n"
+    listening, quiet, _, found, after, _, again = steps(
+        nvml_stub.environ(),
+        ["listen"],
+        ["poll"],
+        ["drive", happened],
+        ["poll"],
+        ["poll"],
+        ["drive", happened],
+        ["poll"],
+    )
+    assert listening == {}
+    assert quiet == [{}]
+    assert short(found) == [
+        ("GPU-b", "xid", 79, 1),
+        ("GPU-a", "xid", 31, 3),
+        ("GPU-a", "ecc_corrected", None, 1),
+        ("GPU-b", "ecc_uncorrected", None, 1),
+    ]
+    assert after == [{}]
+    assert short(again) == short(found)
+
+
+def test_a_driver_without_events_is_a_reason(nvml_stub: Stub) -> None:
+    nvml_stub.drive(TWO + "device 0 events 0\nfail 1 nvmlDeviceRegisterEvents 4\n")
+    listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
+    assert listening["GPU-a"].startswith("NOT_SUPPORTED: the driver tells no errors")
+    assert listening["GPU-b"].startswith("NO_PERMISSION")
+    assert found == [listening]
+    nvml_stub.drive(TWO + "fail * nvmlEventSetCreate 13\n")
+    listening, found = steps(nvml_stub.environ(), ["listen"], ["poll"])
+    assert listening == dict.fromkeys(["GPU-a", "GPU-b"], "FUNCTION_NOT_FOUND: the driver is too old for it")
+    assert found == [listening]
+
+
+def test_a_driver_that_tells_only_xids(nvml_stub: Stub) -> None:
+    nvml_stub.drive("device 0 uuid GPU-a\ndevice 0 events 8\n")
+    happened = "device 0 uuid GPU-a\ndevice 0 events 8\nevent 0 0 xid 48\nevent 0 0 dbe\n"
+    *_, found = steps(nvml_stub.environ(), ["listen"], ["drive", happened], ["poll"])
+    assert short(found) == [("GPU-a", "xid", 48, 1)]
+
+
+def test_a_lost_gpu_does_not_silence_the_others(nvml_stub: Stub) -> None:
+    nvml_stub.drive(TWO)
+    lost = TWO + "fail 0 * 15\n"
+    *_, stumbled, _, found = steps(
+        nvml_stub.environ(),
+        ["listen"],
+        ["drive", lost],
+        ["poll"],
+        ["drive", lost + "event 1 0 xid 63\n"],
+        ["poll"],
+    )
+    assert stumbled == [{"GPU-a": "GPU_IS_LOST: the GPU has fallen off the bus or cannot be reached"}]
+    assert short(found) == [("GPU-b", "xid", 63, 1)]
+
+
+def test_events_of_a_split_board_reach_the_slices_that_they_concern(nvml_stub: Stub) -> None:
+    board = "device 0 uuid GPU-a\n"
+    board += "".join(f"device {i} uuid MIG-{i}\ndevice {i} parent 0\ndevice {i} gpu_instance {i}\n" for i in (1, 2, 3))
+    nvml_stub.drive(board)
+    env = nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
+    happened = board + "event 2 0 xid 94\nevent 3 0 xid 31\nevent 0 0 xid 79\n"
+    *_, found = steps(env, ["listen"], ["drive", happened], ["poll"])
+    # MIG-3 is another job's; what hits the board hits all.
+    assert short(found) == [("MIG-2", "xid", 94, 1), ("MIG-1", "xid", 79, 1), ("MIG-2", "xid", 79, 1)]
+
+
+@pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 154])
+def test_what_the_number_means(number: int) -> None:
+    known = xids.of(number)
+    assert known.number == number
+    assert known.meaning and known.name
+    assert "{" not in xids.advice(number, "node07")
+
+
+def test_what_a_program_did_is_told_from_what_the_hardware_did() -> None:
+    assert xids.of(31).cause == "program"
+    assert (xids.of(79).cause, xids.of(79).severity) == ("hardware", "critical")
+    assert "--exclude node07" in xids.advice(79, "node07")
+    assert "--exclude" not in xids.advice(31, "node07")
+
+
+def test_a_number_that_the_table_lacks() -> None:
+    unknown = xids.of(4711)
+    assert (unknown.name, unknown.severity) == ("XID 4711", "warning")
+
+
+def test_a_storm_is_told_once_a_minute_with_its_number() -> None:
+    def came(t: float, kind: Kind = "xid", count: int = 1) -> GpuEvent:
+        return GpuEvent(t, "GPU-a", kind, 74 if kind == "xid" else None, count)
+
+    storm = Storm()
+    assert storm.due([came(0.0)], 0.0) == [came(0.0)]
+    assert [storm.due([came(float(s))], float(s)) for s in range(1, 60)] == [[]] * 59
+    assert storm.due([], 60.0) == [came(59.0, count=59)]
+    assert storm.due([came(61.0, "ecc_corrected")], 61.0) == []
+    assert storm.due([came(61.0, "ecc_uncorrected")], 61.0) == [came(61.0, "ecc_uncorrected")]
+    assert storm.due([came(62.0)], 62.0) == []
+    assert storm.rest() == [came(62.0)]
+    assert storm.rest() == []

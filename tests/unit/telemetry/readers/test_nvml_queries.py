@@ -1,0 +1,301 @@
+"""Down to ctypes: the real nvidia-ml-py, in a child that loads the stub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clustertrain.telemetry.readers.nvml_gpm import METRICS
+from clustertrain.telemetry.readers.nvml_queries import throttling
+from tests.fakes.nvml.build import Stub
+from tests.unit.telemetry.nvml_asking import steps
+
+CODES = {
+    1: "UNINITIALIZED",
+    2: "INVALID_ARGUMENT",
+    3: "NOT_SUPPORTED",
+    4: "NO_PERMISSION",
+    6: "NOT_FOUND",
+    9: "DRIVER_NOT_LOADED",
+    10: "TIMEOUT",
+    13: "FUNCTION_NOT_FOUND",
+    18: "LIB_RM_VERSION_MISMATCH",
+    999: "UNKNOWN",
+}
+
+
+def ask(env: dict[str, str]) -> dict[str, Any]:
+    """The devices and one reading of all their fields."""
+    found = steps(env, ["devices"], ["read", "fast"], ["read", "slow"])
+    if isinstance(found, dict):
+        return found
+    about, fast, slow = found
+    about["values"] = {u: v if isinstance(v, str) else {**v, **slow[u]} for u, v in fast.items()}
+    return {"error": None, **about}
+
+
+def test_all_fields_in_our_units(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        driver 575.57.08
+        device 0 uuid GPU-a
+        device 0 minor 4
+        device 0 name NVIDIA H100 80GB HBM3
+        device 0 memory_total 85899345920
+        device 0 memory_used 42949672960
+        device 0 utilization 57
+        device 0 power 412345
+        device 0 energy 9000500
+        device 0 temperature 61
+        device 0 sm_clock 1980
+        device 0 memory_clock 2619
+        device 0 memory_busy 40
+        device 0 reasons 0x4
+        device 0 pcie_tx 123456789012
+        device 0 pcie_rx 5
+        device 0 nvlinks 18
+        device 0 nvlinks_active 17
+        device 0 nvlink_tx 4096
+        device 0 nvlink_rx 8192
+        device 0 processes 3
+        device 0 memory_temperature 74
+        device 0 ecc_corrected 7
+        device 0 ecc_uncorrected 1
+        device 0 remapped 2
+        device 0 remap_pending 1
+        device 0 nvlink_errors 6
+        device 0 pcie_replays 9
+        device 0 gpm 1
+    """)
+    found = ask(nvml_stub.environ())
+    assert found["driver"] == "575.57.08"
+    (device,) = found["devices"]
+    assert device["uuid"] == "GPU-a"
+    assert (device["index"], device["minor"], device["name"]) == (0, 4, "NVIDIA H100 80GB HBM3")
+    assert device["memory_total_bytes"] == 85899345920
+    values = found["values"]["GPU-a"]
+    known = {
+        "utilization": 0.57,
+        "memory_used_bytes": 42949672960,  # NVML's second call: without the 500 MB that the driver reserves
+        "power_w": 412.345,
+        "temperature_c": 61,
+        "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 2619,
+        "energy_j": 9000.5,
+        "memory_busy": 0.4,
+        "throttle_power": 1.0,
+        "throttle_thermal": 0.0,
+        "throttle_hardware": 0.0,
+        "pcie_tx_bytes": 123456789012,
+        "pcie_rx_bytes": 5,
+        "nvlink_tx_bytes": 4096,
+        "nvlink_rx_bytes": 8192,
+        "processes": 3,
+        "memory_temperature_c": 74,
+        "ecc_corrected": 7,
+        "ecc_uncorrected": 1,
+        "remapped_rows": 2,
+        "remap_pending": 1,
+        "remap_failed": 0,
+        "nvlinks_active": 17,
+        "nvlink_errors": 6,
+        "pcie_replays": 9,
+    }
+    assert {name: values[name] for name in known} == known
+    # A mean needs two samples.
+    assert set(values) - set(known) == {"sm_activity", "tensor_activity", "dram_activity"}
+    assert values["sm_activity"].startswith("NO_DATA")
+
+
+def test_an_old_driver_without_the_newer_calls(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 memory_used 1000
+        device 0 memory_reserved 24
+        device 0 temperature 44
+        fail 0 nvmlDeviceGetMemoryInfo_v2 13
+        fail 0 nvmlDeviceGetTemperatureV 13
+        fail 0 nvmlDeviceGetFieldValues 13
+        fail 0 nvmlDeviceGetCurrentClocksEventReasons 13
+        fail 0 nvmlDeviceGetComputeRunningProcesses_v3 13
+        fail 0 nvmlGpmQueryDeviceSupport 13
+        device 0 reasons 0x40
+        device 0 energy 5000
+        device 0 processes 2
+    """)
+    found = ask(nvml_stub.environ())
+    assert found["devices"][0]["memory_includes_reserved"] is True
+    assert found["values"]["GPU-a"]["memory_used_bytes"] == 1024
+    values = found["values"]["GPU-a"]
+    assert (values["temperature_c"], values["throttle_thermal"], values["energy_j"]) == (44, 1, 5)
+    assert values["processes"] == 2
+    assert values["pcie_tx_bytes"].startswith("FUNCTION_NOT_FOUND")
+    assert values["sm_activity"].startswith("FUNCTION_NOT_FOUND")
+
+
+def test_each_failure_is_a_reason_and_never_a_zero(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 utilization 4000000
+        fail 0 nvmlDeviceGetPowerUsage 3
+        fail 0 nvmlDeviceGetTotalEnergyConsumption 4
+        fail 0 field:83 3
+        fail 0 nvmlDeviceGetClockInfo 999
+        fail 0 nvmlDeviceGetMinorNumber 3
+        device 1 uuid GPU-b
+        fail 1 * 15
+        device 2 uuid GPU-c
+    """)
+    found = ask(nvml_stub.environ())
+    values = found["values"]["GPU-a"]
+    assert values["utilization"].startswith("IMPLAUSIBLE")
+    assert values["power_w"].startswith("NOT_SUPPORTED")
+    assert values["energy_j"].startswith("NO_PERMISSION")
+    assert values["sm_clock_mhz"].startswith("UNKNOWN")
+    assert values["temperature_c"] == 30
+    assert found["devices"][0]["minor"] is None
+    # A GPU that has left the bus hides neither itself nor the ones after it.
+    assert [d["uuid"] for d in found["devices"]] == ["GPU-a", "unreadable-1", "GPU-c"]
+    assert found["devices"][1]["reason"].startswith("GPU_IS_LOST")
+    assert found["values"]["GPU-c"]["power_w"] == 70
+    assert found["values"]["unreadable-1"].startswith("lost: GPU_IS_LOST")
+
+
+def test_every_code_of_nvml_is_a_reason_of_that_field_alone(nvml_stub: Stub) -> None:
+    nvml_stub.drive(
+        "".join(
+            f"device {c % 64} uuid GPU-{c}\nfail {c % 64} nvmlDeviceGetPowerUsage {c}\nfail {c % 64} field:197 {c}\n"
+            for c in CODES
+        )
+    )
+    found = ask(nvml_stub.environ())["values"]
+    assert len(found) == len(CODES)
+    for code, name in CODES.items():
+        values = found[f"GPU-{code}"]
+        assert values["power_w"].startswith(f"{name}: ")
+        assert values["pcie_tx_bytes"].startswith(f"{name}: ")
+        assert values["pcie_rx_bytes"] == 0
+        assert values["temperature_c"] == 30
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_a_driver_that_offers_nothing_gives_reasons_alone(nvml_stub: Stub, code: int) -> None:
+    calls = ["nvmlDeviceGet" + n for n in ("MemoryInfo", "MemoryInfo_v2", "FieldValues", "PowerUsage", "TemperatureV")]
+    calls += ["nvmlDeviceGet" + n for n in ("UtilizationRates", "Temperature", "ClockInfo", "TotalEnergyConsumption")]
+    calls += ["nvmlDeviceGetCurrentClocks" + n for n in ("EventReasons", "ThrottleReasons")]
+    calls += ["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows"]
+    calls += ["nvmlDeviceGetPcieReplayCounter", "nvmlDeviceGetNvLinkState", "nvmlGpmQueryDeviceSupport"]
+    nvml_stub.drive("device 0 uuid GPU-a\n" + "".join(f"fail * {name} {code}\n" for name in calls))
+    values = ask(nvml_stub.environ())["values"]["GPU-a"]
+    assert {name for name, v in values.items() if str(v).startswith(CODES[code])} == set(values)
+
+
+def test_blanks_of_broken_drivers_are_not_taken_for_values(nvml_stub: Stub) -> None:
+    """slurm-job-exporter#53: 1.4e16 per cent."""
+    keys = ("utilization", "memory_busy", "memory_used", "power", "energy", "temperature", "sm_clock", "processes")
+    drive = "".join(f"device 0 {key} 1.4e16\n" for key in keys if key != "processes")
+    nvml_stub.drive(drive + "device 0 pcie_tx 9223372036854775792\ndevice 0 reasons 0\n")
+    (values,) = ask(nvml_stub.environ())["values"].values()
+    bad = {name for name, value in values.items() if str(value).startswith("IMPLAUSIBLE")}
+    assert bad == {
+        "utilization",
+        "memory_busy",
+        "memory_used_bytes",
+        "power_w",
+        "energy_j",
+        "temperature_c",
+        "sm_clock_mhz",
+        "pcie_tx_bytes",
+    }
+
+
+def test_the_fifth_nvlink_counts_under_other_numbers(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 nvlinks 18
+        device 0 nvlink5 1
+        device 0 nvlink_tx 1000
+        device 0 nvlink_rx 2000
+        device 0 nvlink_errors 3
+    """)
+    (values,) = ask(nvml_stub.environ())["values"].values()
+    assert (values["nvlink_tx_bytes"], values["nvlink_rx_bytes"], values["nvlink_errors"]) == (1000, 2000, 3)
+
+
+def test_what_cannot_be_right_is_no_figure(nvml_stub: Stub) -> None:
+    """A byte counter of 32 bits turns over within a second, and no memory is at 0 °C (rezolus#1196)."""
+    nvml_stub.drive("device 0 narrow 1\ndevice 0 pcie_tx 123456789012\ndevice 0 memory_temperature 0\n")
+    (values,) = ask(nvml_stub.environ())["values"].values()
+    assert values["pcie_tx_bytes"].startswith("NOT_SUPPORTED: the driver counts it in 32 bits")
+    assert values["memory_temperature_c"].startswith("NOT_SUPPORTED: the driver says 0 °C")
+
+
+def test_a_gpu_without_nvlink_and_without_gpm(nvml_stub: Stub) -> None:
+    nvml_stub.drive("device 0 uuid GPU-a\n")
+    (values,) = ask(nvml_stub.environ())["values"].values()
+    missing = {name: v for name, v in values.items() if isinstance(v, str)}
+    activities = {"sm_activity", "tensor_activity", "dram_activity"}
+    assert set(missing) == {"nvlink_tx_bytes", "nvlink_rx_bytes", "nvlinks_active", "nvlink_errors"} | activities
+    assert all(v.startswith("NOT_SUPPORTED") for v in missing.values())
+    assert "Hopper" in missing["sm_activity"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "power", "thermal", "hardware"),
+    [
+        (0x0, 0, 0, 0),
+        (0x1, 0, 0, 0),  # idle
+        (0x4, 1, 0, 0),
+        (0x20, 0, 1, 0),
+        (0x48, 0, 1, 0),  # hardware slowdown for heat is heat
+        (0x88, 0, 0, 1),
+        (0x8, 0, 0, 1),
+        (0xC8, 0, 1, 1),
+    ],
+)
+def test_why_the_clock_is_held_down(mask: int, power: int, thermal: int, hardware: int) -> None:
+    assert throttling(mask) == (power, thermal, hardware)
+
+
+def test_mig_slices(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 1 uuid MIG-x
+        device 1 parent 0
+        device 1 memory_used 2048
+        device 1 processes 1
+    """)
+    found = ask(nvml_stub.environ())
+    assert [(d["uuid"], d["parent"]) for d in found["devices"]] == [("GPU-a", None), ("MIG-x", "GPU-a")]
+    assert found["values"]["MIG-x"]["memory_used_bytes"] == 2048
+    values = found["values"]["MIG-x"]
+    assert values["processes"] == 1
+    assert values["utilization"].startswith("NOT_SUPPORTED")
+    assert values["power_w"] == "NOT_SUPPORTED: NVML tells it of whole GPUs, and this is a MIG slice of one"
+
+
+def test_slices_named_by_uuid_are_what_is_read(nvml_stub: Stub) -> None:
+    nvml_stub.drive("device 0 uuid GPU-a\ndevice 1 uuid MIG-x\ndevice 1 parent 0\ndevice 2 uuid GPU-b\n")
+    found = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,MIG-x"))
+    assert list(found["values"]) == ["GPU-b", "MIG-x"]
+
+
+def test_no_library(nvml_stub: Stub) -> None:
+    env = nvml_stub.environ(LD_LIBRARY_PATH=str(nvml_stub.folder / "empty"))
+    reason = ask(env).get("error")
+    if reason is not None:  # a machine with a driver of its own finds that one
+        assert reason == "LIBRARY_NOT_FOUND: libnvidia-ml.so.1 not found: no NVIDIA driver on this machine"
+
+
+def test_no_driver(nvml_stub: Stub) -> None:
+    nvml_stub.drive("fail * nvmlInitWithFlags 9")
+    assert ask(nvml_stub.environ())["error"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
+
+
+def test_the_stub_makes_up_devices_of_its_host(nvml_stub: Stub) -> None:
+    env = nvml_stub.environ(NVML_STUB_FILE=str(nvml_stub.folder / "gpus-of-%h.txt"), NVML_STUB_DEVICES="8")
+    found = ask(env)
+    assert len({d["uuid"] for d in found["devices"]}) == 8
+    assert found["devices"] == ask(env)["devices"]
+    assert all(0 < v["utilization"] <= 1 for v in found["values"].values())
+    for values in found["values"].values():
+        assert {name for name, v in values.items() if isinstance(v, str)} == set(METRICS)  # which need two samples

@@ -1,0 +1,88 @@
+"""Down to ctypes: how the GPUs are attached, through the real nvidia-ml-py in a child that loads the stub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.fakes.nvml.build import Stub
+
+PROGRAM = """
+import json, os
+import msgspec
+from clustertrain.telemetry.readers.nvml import NvmlError
+from clustertrain.telemetry.readers.topology import read_gpus
+try:
+    print(json.dumps(msgspec.to_builtins(read_gpus(os.environ))))
+except NvmlError as e:
+    print(json.dumps(e.reason))
+"""
+
+
+def ask(env: dict[str, str]) -> Any:
+    argv = [sys.executable, "-W", "error", "-c", PROGRAM]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def test_links_and_places_in_the_order_of_the_ranks(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 bus 1b
+        device 0 nvlinks 18
+        device 0 nvswitch 1
+        device 1 uuid GPU-b
+        device 1 bus c3
+        device 1 nvlinks 18
+        device 1 nvlinks_active 16
+    """)
+    found = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a"))
+    name = "NVIDIA H100 80GB HBM3 (stub)"
+    assert found == [
+        {"index": 1, "name": name, "pci_address": "0000:c3:00.0", "nvlinks_active": 16, "nvlinks_total": 18}
+        | {"nvswitch": False},
+        {"index": 0, "name": name, "pci_address": "0000:1b:00.0", "nvlinks_active": 18, "nvlinks_total": 18}
+        | {"nvswitch": True},
+    ]
+
+
+def test_an_nvlink_domain_across_nodes_has_a_name(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 nvlinks 18
+        device 0 nvswitch 1
+        device 0 cluster 7
+        device 0 clique 4
+    """)
+    (gpu,) = ask(nvml_stub.environ())
+    assert gpu["nvlink_domain"] == "00" * 15 + "07.4"
+
+
+def test_a_gpu_without_nvlink_and_a_driver_that_tells_nothing(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 1 uuid GPU-b
+        fail 1 nvmlDeviceGetNvLinkState 4
+        fail 1 nvmlDeviceGetPciInfo_v3 999
+    """)
+    plain, mute = ask(nvml_stub.environ())
+    assert (plain["nvlinks_active"], plain["nvlinks_total"], "nvswitch" in plain) == (0, 0, False)
+    assert set(mute) == {"index", "name"}
+
+
+def test_a_slice_stands_where_its_gpu_does(nvml_stub: Stub) -> None:
+    nvml_stub.drive("""
+        device 0 uuid GPU-a
+        device 0 bus 4e
+        device 1 uuid MIG-x
+        device 1 parent 0
+    """)
+    (gpu,) = ask(nvml_stub.environ(CUDA_VISIBLE_DEVICES="MIG-x"))
+    assert gpu["pci_address"] == "0000:4e:00.0"
+
+
+def test_no_driver_is_an_error_with_its_reason(nvml_stub: Stub) -> None:
+    nvml_stub.drive("fail * nvmlInitWithFlags 9")
+    assert ask(nvml_stub.environ()) == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"

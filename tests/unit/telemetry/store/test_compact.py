@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.store import compact, jsonl_blocks, parquet, rollup, totals
+from clustertrain.telemetry.store.reader import Segment, open_node
+from clustertrain.telemetry.store.writer import Writer
+from tests.unit.telemetry.recordings import T0, fill, header, record, working
+
+
+def only(node: Path) -> Segment:
+    (segment,) = open_node(node)
+    return segment
+
+
+def everything(node: Path) -> list[object]:
+    """All that a reader can get of a segment, NaN as None."""
+    segment = only(node)
+    found: list[object] = [segment.n, segment.end, segment.failure, segment.reasons(), segment.trouble]
+    for frame in (segment.samples(FAST), segment.samples(SLOW, since=T0 + 100, until=T0 + 555)):
+        found.append((frame.t.tolist(), {c: plain(v) for c, v in frame.values.items()}))
+    for step_s in (*rollup.LEVELS, 120):
+        of = segment.rollup(step_s)
+        found.append([of.t.tolist(), *(plain(np.round(v, 2)) for v in (of.count, of.mean / 1e3, of.low, of.high))])
+    for column, total in segment.totals().items():
+        found.append((column, total.count, round(total.sum, 3), total.increase, total.by_phase, total.quantile(0.5)))
+    found.append(plain(np.array(list(segment.newest().values()))))
+    return [str(part) for part in found]
+
+
+def plain(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> object:
+    return np.where(np.isnan(values), -1.0, values + 0.0).tolist()
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+DONE = {"header.json", "totals.json.gz", "fast.parquet", "slow.parquet", "rollup-60.packed", "rollup-900.bin"}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+@pytest.mark.parametrize("compacted", [False, True])
+def test_the_group_may_read_what_is_in_an_open_run_and_nobody_else(tmp_path: Path, compacted: bool, mode: int) -> None:
+    tmp_path.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        folder = record(tmp_path / "telemetry" / "n1", 1000, values=working)
+        if compacted:
+            compact.compact(folder, ended=True)
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(tmp_path): stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
+    assert modes == {path: mode if (tmp_path / path).is_dir() else 0o640 for path in modes}
+    assert len(modes) > 5
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_nothing_is_lost(tmp_path: Path, end: bool) -> None:
+    def values(s: int) -> dict[str, float]:
+        return {} if 300 <= s < 400 else working(s)
+
+    folder = record(tmp_path, 1000, values=values, end=end)
+    before = everything(tmp_path)
+    assert compact.compact(folder, ended=True) == "compacted"
+    assert everything(tmp_path) == before
+    assert names(folder) == DONE
+    assert compact.compact(folder) == "nothing to do"
+    assert everything(tmp_path) == before
+
+
+def test_other_tools_read_it(tmp_path: Path) -> None:
+    of, writer = header(), Writer(tmp_path)
+    writer.begin(of)
+    writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
+    fill(writer, of, 0, 50)
+    folder = writer.segment
+    assert folder is not None
+    writer.end(50.0)
+    writer.close()
+    compact.compact(folder)
+    table = pq.read_table(folder / "fast.parquet")
+    field = table.schema.field("gpu0.power_w")
+    assert (field.metadata[b"unit"], field.metadata[b"scale"]) == (b"W", b"10.0")
+    assert table.column("gpu0.power_w").to_pylist()[:3] == [4000, 4010, 4020]
+    assert table.column("gpu0.temperature_c").null_count == 50
+    assert b"NOT_SUPPORTED: no" in table.schema.metadata[b"reasons"]
+    assert b"GPU-0" in table.schema.metadata[b"header"]
+
+
+_CHANGES = ("write_bytes", "replace", "unlink", "fsync_folder")
+
+
+@pytest.mark.parametrize("end", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_killed_at_any_moment_it_is_readable_and_a_second_run_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bool
+) -> None:
+    """A kill is what stops it before each change of the folder, in turn."""
+    folder = record(tmp_path / "n1", 700, end=end, flush=70)
+    before = everything(tmp_path / "n1")
+    original = {p: p.read_bytes() for p in folder.iterdir()}
+    for survived in range(100):
+        for path in folder.iterdir():
+            path.unlink()
+        for path, data in original.items():
+            path.write_bytes(data)
+        with monkeypatch.context() as patch:
+            _kill_after(patch, survived)
+            try:
+                compact.compact(folder, ended=True)
+                break
+            except _Killed:
+                pass
+        assert everything(tmp_path / "n1") == before, survived
+        compact.compact(folder, ended=True)
+        assert everything(tmp_path / "n1") == before, survived
+        assert names(folder) == DONE, survived
+    assert survived > 8
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _kill_after(patch: pytest.MonkeyPatch, changes: int) -> None:
+    left = [changes]
+
+    def limited(real: object) -> object:
+        def call(*given: object, **named: object) -> object:
+            if not left[0]:
+                raise _Killed
+            left[0] -= 1
+            return real(*given, **named)  # type: ignore[operator]
+
+        return call
+
+    patch.setattr(compact.fsio, "write_bytes", limited(compact.fsio.write_bytes))
+    patch.setattr(compact.fsio, "fsync_folder", limited(compact.fsio.fsync_folder))
+    patch.setattr(Path, "replace", limited(Path.replace))
+    patch.setattr(Path, "unlink", limited(Path.unlink))
+    patch.setattr(parquet.ParquetWriter, "add", limited(parquet.ParquetWriter.add))
+    patch.setattr(parquet.ParquetWriter, "drop", lambda self: None)  # a kill cleans up nothing
+
+
+def test_what_is_read_back_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = record(tmp_path, 100)
+    before = everything(tmp_path)
+    real = parquet._group
+
+    def flipped(file: object, i: int, columns: list[str]) -> tuple[object, object]:
+        d, rows = real(file, i, columns)
+        rows[0, 0] += 0.001
+        return d, rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "_group", flipped)
+        with pytest.raises(ValueError, match="read back"):
+            compact.compact(folder)
+    assert everything(tmp_path) == before
+    assert (folder / jsonl_blocks.NAME).exists()
+    assert compact.compact(folder) == "compacted"
+
+
+def test_a_segment_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
+    folder = record(tmp_path, 100, end=False)
+    assert compact.compact(folder) == "still written"
+    assert (folder / jsonl_blocks.NAME).exists()
+    hours_ago = (folder / jsonl_blocks.NAME).stat().st_mtime - 7200
+    os.utime(folder / jsonl_blocks.NAME, (hours_ago, hours_ago))
+    assert compact.compact(folder) == "compacted"
+
+
+def test_a_reader_that_was_there_before_reads_on(tmp_path: Path) -> None:
+    folder = record(tmp_path, 700, end=False)
+    before = everything(tmp_path)
+    (early,) = open_node(tmp_path)
+    assert early.n == 700
+    compact.compact(folder, ended=True)
+    assert (len(early.samples(FAST)), len(early.rollup(60)), early.trouble) == (700, 12, None)
+    assert early.totals()["gpu0.power_w"].count == 700
+    assert everything(tmp_path) == before
+
+
+def test_row_groups_are_read_where_the_window_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "_ROWS", 100)
+    folder = record(tmp_path, 1000)
+    before = only(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
+    compact.compact(folder)
+    assert pq.ParquetFile(folder / "fast.parquet").num_row_groups == 10
+    after = only(tmp_path).samples(FAST, since=T0 + 450, until=T0 + 455)
+    assert after.t.tolist() == before.t.tolist() == [T0 + s for s in range(450, 455)]
+    assert {c: plain(v) for c, v in after.values.items()} == {c: plain(v) for c, v in before.values.items()}
+
+
+@pytest.mark.parametrize("name", ["fast.parquet", "rollup-60.packed", totals.NAME])
+def test_damage_after_compaction_is_told_and_costs_only_what_is_damaged(tmp_path: Path, name: str) -> None:
+    folder = record(tmp_path, 300)
+    compact.compact(folder)
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: len(data) // 2])
+    segment = only(tmp_path)
+    got = (len(segment.samples(FAST)), len(segment.rollup(60)), segment.totals()["gpu0.power_w"].count)
+    right = {"fast.parquet": (0, 5, 300), "rollup-60.packed": (300, 0, 300), totals.NAME: (300, 5, 300)}
+    assert got == right[name]
+    assert (segment.trouble is None) == (name == totals.NAME)  # that one is made from the samples
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    record(tmp_path / "n1", 20)
+    record(tmp_path / "n2", 20, end=False)
+    bad = record(tmp_path / "n3", 20)
+    (bad / "header.json").write_text("{")
+    argv = [sys.executable, "-m", "clustertrain.telemetry.store.compact", "--ended", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count(": compacted") == 2
+    assert str(bad) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [only(tmp_path / n).n for n in ("n1", "n2")] == [20, 20]

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.store import jsonl_blocks, rollup, totals
+from clustertrain.telemetry.store import writer as store
+from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
+from clustertrain.telemetry.store.writer import Header, Writer
+from tests.unit.telemetry.recordings import CHECKPOINT, T0, TRAIN, fill, header, record, row, working
+
+
+def only(node: Path) -> Segment:
+    (segment,) = open_node(node)
+    return segment
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    record(tmp_path, 130)
+    segment = only(tmp_path)
+    fast, slow = segment.samples(FAST), segment.samples(SLOW)
+    assert segment.header == header()
+    assert fast.t.tolist() == [T0 + s for s in range(130)]
+    assert fast.values["gpu0.power_w"].tolist() == [working(s)["gpu0.power_w"] for s in range(130)]
+    assert slow.values["host.network_rx_bytes"].tolist() == [1e4 * i for i in range(13)]
+    assert np.isnan(fast.values["gpu0.temperature_c"]).all()
+    assert (segment.n, segment.end, segment.failure, segment.trouble) == (130, T0 + 130, None, None)
+
+
+def test_a_window_and_some_columns(tmp_path: Path) -> None:
+    record(tmp_path, 200)
+    frame = only(tmp_path).samples(FAST, ["rank0.step", "gpu9.power_w"], since=T0 + 150, until=T0 + 153)
+    assert frame.t.tolist() == [T0 + 150, T0 + 151, T0 + 152]
+    assert {c: v.tolist() for c, v in frame.values.items()} == {"rank0.step": [75, 75, 76]}
+
+
+def test_values_keep_what_the_sensor_has(tmp_path: Path) -> None:
+    exact = {"gpu0.memory_used_bytes": 2.0**45 + 1, "rank0.tokens": 2.0**50 + 1, "gpu0.utilization": 0.123}
+    record(tmp_path, 2, values=lambda s: exact | {"gpu0.power_w": 123.456, "gpu0.sm_clock_mhz": float("inf")})
+    newest = only(tmp_path).newest()
+    assert {c: newest[c] for c in exact} == exact
+    assert newest["gpu0.power_w"] == 123.5
+    assert np.isnan(newest["gpu0.sm_clock_mhz"])
+
+
+def test_zcat_and_json_read_the_samples(tmp_path: Path) -> None:
+    folder = record(tmp_path, 25)
+    lines = gzip.decompress((folder / jsonl_blocks.NAME).read_bytes()).splitlines()
+    assert {json.loads(line)["kind"] for line in lines} == {"samples", "end"}
+
+
+def test_it_is_readable_while_it_grows_and_newest_reads_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, writer = header(), Writer(tmp_path)
+    writer.begin(of)
+    fill(writer, of, 0, 1000)
+    writer.fast(1000, row(of.fast, working(1000)))  # lost in a kill: never flushed
+    segment = only(tmp_path)
+    assert (segment.n, segment.end) == (1000, None)
+    monkeypatch.setattr(jsonl_blocks, "read", None)  # the whole file
+    assert only(tmp_path).newest()["gpu0.energy_j"] == 1e6 + 400.0 * 999
+    assert len(only(tmp_path).samples(FAST, since=T0 + 990)) == 10
+    writer.close()
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 59, 60, 61, 185, 1000])
+def test_sums_of_a_killed_segment_are_those_of_one_that_ended(tmp_path: Path, seconds: int) -> None:
+    record(tmp_path / "killed", seconds, end=False)
+    record(tmp_path / "ended", seconds)
+    killed, ended = only(tmp_path / "killed"), only(tmp_path / "ended")
+    assert (killed.n, killed.end, ended.end) == (seconds, None, T0 + seconds)
+    for step_s in rollup.LEVELS:
+        a, b = killed.rollup(step_s), ended.rollup(step_s)
+        assert a.t.tolist() == b.t.tolist() == [T0 + s for s in range(0, seconds, step_s)]
+        assert np.array_equal(a.count, b.count)
+        for name in ("mean", "low", "high"):
+            np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-4)
+    a_total, b_total = killed.totals(), ended.totals()
+    assert a_total.keys() == b_total.keys()
+    for column, total in a_total.items():
+        other = b_total[column]
+        assert (total.count, total.increase, total.by_phase) == (other.count, other.increase, other.by_phase), column
+        np.testing.assert_allclose([total.low, total.high, total.last], [other.low, other.high, other.last])
+        assert total.histogram.bins.tolist() == other.histogram.bins.tolist()
+
+
+def test_totals_by_phase_and_rates(tmp_path: Path) -> None:
+    record(tmp_path, 600)
+    found = only(tmp_path).totals()
+    power, energy, step = (found[c] for c in ("gpu0.power_w", "gpu0.energy_j", "rank0.step"))
+    values = [working(s)["gpu0.power_w"] for s in range(600)]
+    assert (power.count, power.low, power.high) == (600, 130.5, 406.0)
+    assert power.mean == pytest.approx(np.mean(values))
+    assert power.quantile(0.5) == pytest.approx(np.median(values), rel=0.011)
+    assert {phase: n for phase, (n, _) in power.by_phase.items()} == {TRAIN: 500, CHECKPOINT: 100}
+    assert power.by_phase[int(CHECKPOINT)][1] == pytest.approx(130.5 * 100)
+    assert (energy.count, energy.increase, energy.first) == (599, 400.0 * 599, 1e6)
+    assert energy.mean == pytest.approx(400.0)
+    assert (step.last, step.increase) == (299, 299)
+    assert (found["gpu0.temperature_c"].count, found["gpu0.temperature_c"].mean) == (
+        0,
+        pytest.approx(np.nan, nan_ok=True),
+    )
+
+
+def test_rollups_are_what_the_samples_say(tmp_path: Path) -> None:
+    record(tmp_path, 200)
+    segment = only(tmp_path)
+    found = segment.rollup(60, ["gpu0.utilization", "host.network_rx_bytes", "gpu0.energy_j"])
+    assert found.columns == ["gpu0.utilization", "gpu0.energy_j", "host.network_rx_bytes"]
+    assert found.count.tolist() == [[60, 59, 5], [60, 60, 6], [60, 60, 6], [20, 20, 2]]
+    np.testing.assert_allclose(found.mean[:, 1:], [[400, 1000]] * 4, rtol=1e-4)
+    utilization = [working(s)["gpu0.utilization"] for s in range(60)]
+    assert found.mean[0, 0] == pytest.approx(np.mean(utilization), rel=1e-4)
+    assert (found.low[0, 0], found.high[0, 0]) == (0.0, pytest.approx(0.97, rel=1e-4))
+    assert segment.rollup(120).count[:, 0].tolist() == [120, 80]
+    assert segment.rollup(25).count[:, 0].tolist() == [25] * 8
+
+
+def test_a_counter_that_falls_begins_anew_and_one_that_was_away_catches_up(tmp_path: Path) -> None:
+    def values(s: int) -> dict[str, float]:
+        away = {} if 70 <= s < 80 else {"gpu0.energy_j": 100.0 * s}
+        return away | {"rank0.step": float(s if s < 90 else s - 90)}
+
+    record(tmp_path, 120, values=values)
+    found = only(tmp_path).totals()
+    assert (found["gpu0.energy_j"].increase, found["gpu0.energy_j"].count) == (11_900, 109)
+    assert (found["rank0.step"].increase, found["rank0.step"].count) == (89 + 29, 118)
+    assert only(tmp_path).rollup(60).mean[1, header().fast.index("gpu0.energy_j")] == pytest.approx(100)
+
+
+def test_reasons_stay_known_and_null_is_not_zero(tmp_path: Path) -> None:
+    of, writer = header(), Writer(tmp_path)
+    writer.begin(of)
+    writer.null(0.0, "gpu0.temperature_c", "NOT_SUPPORTED: no")
+    fill(writer, of, 0, 70)
+    writer.null(70.0, "gpu0.power_w", "GPU_IS_LOST: gone")
+    writer.null(75.0, "gpu0.power_w", None)
+    writer.flush()
+    told = {"gpu0.temperature_c": "NOT_SUPPORTED: no", "gpu0.power_w": "GPU_IS_LOST: gone"}
+    assert only(tmp_path).reasons() == told
+    writer.end(80.0, "the driver hung")
+    writer.close()
+    segment = only(tmp_path)
+    assert (segment.reasons(), segment.failure) == (told, "the driver hung")
+
+
+def test_each_sampler_has_a_segment_of_its_own(tmp_path: Path) -> None:
+    first, second = Writer(tmp_path), Writer(tmp_path)
+    for writer, t in ((first, T0), (second, T0 + 50)):
+        writer.begin(header(t=t))
+        fill(writer, header(t=t), 0, 100)
+    first.begin(header(gpus=2, t=T0 + 200))  # its driver came back with another GPU
+    first.flush()
+    a, b, c = open_node(tmp_path)
+    assert [s.folder.name for s in (a, b, c)] == ["0", "1", "2"]
+    assert [(x.folder.name, y.folder.name) for x, y in overlapping([a, b, c])] == [("0", "1")]
+    assert (a.end, b.end, len(c.header.gpus)) == (T0 + 99, None, 2)
+
+
+def test_a_full_disk_loses_nothing_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, writer = header(), Writer(tmp_path)
+    writer.begin(of)
+    fill(writer, of, 0, 100)
+    real, room = os.pwrite, [100]
+
+    def short_of_space(fd: int, data: bytes, at: int) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(fd, data[: room[0]], at)
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", short_of_space)
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: None)  # not even that: the half stays
+    fill(writer, of, 100, 200, flush=0)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            writer.flush()
+    assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(100)]
+    monkeypatch.setattr(os, "pwrite", real)
+    fill(writer, of, 200, 260, flush=0)
+    writer.end(260.0)
+    writer.close()
+    segment = only(tmp_path)
+    assert segment.samples(FAST).t.tolist() == [T0 + s for s in range(260)]
+    assert segment.rollup(60).count[:, 0].tolist() == [60, 60, 60, 60, 20]
+    assert segment.totals()["gpu0.power_w"].count == 260
+
+
+def test_a_disk_that_stays_full_does_not_eat_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_MOST_ROWS", 10)
+    record(tmp_path, 100, flush=0)
+    assert only(tmp_path).samples(FAST).t.tolist() == [T0 + s for s in range(90, 100)]
+    assert only(tmp_path).totals()["gpu0.power_w"].count == 100
+
+
+def test_no_disk_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = store.fsio.write_bytes
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(store.fsio, "write_bytes", refuse)
+    of, writer = header(), Writer(tmp_path)
+    writer.begin(of)
+    fill(writer, of, 0, 5, flush=0)
+    with pytest.raises(OSError, match="quota"):
+        writer.flush()
+    (empty,) = open_node(tmp_path)
+    assert (empty.n, len(empty.samples(FAST)), "no header" in (empty.trouble or "")) == (0, 0, True)
+    monkeypatch.setattr(store.fsio, "write_bytes", real)
+    writer.close()
+    assert [s.n for s in open_node(tmp_path)] == [5]
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from clustertrain.telemetry.store.writer import Writer
+from tests.unit.telemetry.recordings import fill, header
+writer = Writer(Path(sys.argv[1]))
+writer.begin(header())
+s = 0
+while True:
+    fill(writer, header(), s, s + 10)
+    s += 10
+    print(s, flush=True)
+"""
+
+
+def test_kill_9_loses_at_most_the_last_flush(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    told = [int(child.stdout.readline()) for _ in range(30)]
+    child.kill()
+    told += [int(line) for line in child.stdout.read().splitlines()]
+    child.wait()
+    child.stdout.close()
+    segment = only(tmp_path)
+    frame = segment.samples(FAST)
+    assert told[-1] <= segment.n <= told[-1] + 10
+    assert frame.t.tolist() == [T0 + s for s in range(segment.n)]
+    assert segment.totals()["gpu0.energy_j"].increase == 400.0 * (segment.n - 1)
+    assert segment.rollup(60).count[:, 0].sum() == segment.n
+    assert (segment.end, segment.trouble) == (None, None)
+
+
+def test_a_segment_cut_at_any_byte_is_read_up_to_the_last_whole_flush(tmp_path: Path) -> None:
+    folder = record(tmp_path / "n1", 30, end=False)
+    (folder / totals.NAME).unlink()
+    data = (folder / jsonl_blocks.NAME).read_bytes()
+    starts = [i for i in range(len(data)) if data.startswith(jsonl_blocks._MAGIC, i)] + [len(data)]
+    assert len(starts) == 4
+    for size in range(len(data) + 1):
+        (folder / jsonl_blocks.NAME).write_bytes(data[:size])
+        whole = 10 * max(0, sum(start <= size for start in starts) - 1)
+        segment = only(tmp_path / "n1")
+        assert (segment.n, segment.trouble) == (whole, None), size
+    for size in starts:
+        (folder / jsonl_blocks.NAME).write_bytes(data[:size] + b"\x1f\x8b\x08" + data[5:50] + data[size:])
+        assert only(tmp_path / "n1").n == 30  # damage in between costs nothing else
+
+
+@pytest.mark.parametrize("name", [totals.NAME, "rollup-60.bin", "rollup-900.bin"])
+def test_sums_that_are_cut_or_gone_are_made_from_the_samples(tmp_path: Path, name: str) -> None:
+    folder = record(tmp_path, 1000, end=False)
+    right = only(tmp_path)
+    power, minutes, quarters = right.totals()["gpu0.power_w"], right.rollup(60), right.rollup(900)
+    data = (folder / name).read_bytes()
+    for damage in (b"", data[: len(data) // 2], data[:-1], bytes(100), None):
+        if damage is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(damage)
+        segment = only(tmp_path)
+        assert (segment.n, segment.totals()["gpu0.power_w"].sum) == (1000, pytest.approx(power.sum))
+        assert np.array_equal(segment.rollup(60).count, minutes.count)
+        assert np.array_equal(segment.rollup(900).count, quarters.count)
+
+
+def test_one_bad_segment_does_not_hide_the_others(tmp_path: Path) -> None:
+    for k in range(4):
+        record(tmp_path, 20, of=header(t=T0 + 100 * k))
+    (tmp_path / "0" / store.HEADER).write_bytes(b'{"node": "n1", "t"')
+    (tmp_path / "1" / store.HEADER).unlink()
+    (tmp_path / "2" / jsonl_blocks.NAME).write_bytes(b"")
+    (tmp_path / "stray").write_text("of somebody else")
+    damaged, headless, empty, good = open_node(tmp_path)
+    assert "damaged" in (damaged.trouble or "")
+    assert "no header" in (headless.trouble or "")
+    assert [s.n for s in (damaged, headless, empty, good)] == [0, 0, 20, 20]
+    assert [len(s.samples(FAST)) for s in (damaged, headless, empty, good)] == [0, 0, 0, 20]
+    assert (damaged.totals(), len(headless.rollup(60)), damaged.newest(), damaged.newest_t) == ({}, 0, {}, None)
+    assert overlapping([damaged, headless, good]) == []
+
+
+def test_a_format_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
+    folder = record(tmp_path, 5)
+    found = json.loads((folder / store.HEADER).read_text()) | {"format": 99}
+    (folder / store.HEADER).write_text(json.dumps(found))
+    assert "later version" in (only(tmp_path).trouble or "")
+
+
+def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "n1", 5)
+    record(tmp_path / "n2", 5)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    segment = only(tmp_path / "n1")
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    assert len(segment.samples(FAST)) == 0
+    assert "may not read" in (segment.trouble or "")
+    assert "may not read" in (only(tmp_path / "n2").trouble or "")
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert "may not read" in (only(tmp_path / "n2").trouble or "")
+
+
+def test_no_folder_is_no_segment(tmp_path: Path) -> None:
+    assert open_node(tmp_path / "n7") == []
+
+
+def test_a_row_that_does_not_fit_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    with pytest.raises(RuntimeError, match="begin"):
+        writer.fast(0.0, np.zeros(1))
+    writer.begin(Header(node="n1", t=T0, mono=0.0, interval_s=1.0, fast=["host.cpu"]))
+    with pytest.raises(ValueError, match="2 values for 1 columns"):
+        writer.fast(0.0, np.zeros(2))
+
+
+def test_a_file_that_no_sampler_writes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / jsonl_blocks.NAME
+    path.write_bytes(jsonl_blocks._MAGIC + bytes(100))
+    os.truncate(path, 50 << 30)  # sparse: reading all of it would take minutes
+    assert list(jsonl_blocks.read(tmp_path)) == []

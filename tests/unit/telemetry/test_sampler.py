@@ -1,0 +1,312 @@
+"""The sampler in a process of its own, over the real nvidia-ml-py and the stub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustertrain import clock
+from clustertrain.run import heartbeat
+from clustertrain.telemetry.fields import FAST, SLOW
+from clustertrain.telemetry.sampler import Sampler
+from clustertrain.telemetry.snapshot import Snapshot
+from clustertrain.telemetry.store import jsonl_blocks
+from clustertrain.telemetry.store.reader import Segment, open_node, overlapping
+from tests.fakes.nvml.build import Stub
+
+CHILD = Path(__file__).with_name("sampler_child.py")
+TWO_GPUS = """
+    device 0 uuid GPU-a
+    device 0 utilization 80
+    device 1 uuid GPU-b
+    device 1 utilization 0
+"""
+
+
+class Child:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        self.ready = self.event()
+
+    def event(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the child ended early"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def segment(self) -> Segment:
+        return open_node(self.folder)[-1]
+
+    def until(self, condition: Callable[[Segment], bool]) -> None:
+        assert clock.wait_until(lambda: bool(open_node(self.folder)) and condition(self.segment()), 60, 0.02)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        assert self.event() == {"event": "stopped", "clean": True}
+        assert self.process.wait(60) == 0
+
+
+@contextmanager
+def sampling(folder: Path, env: dict[str, str], *more: Path) -> Iterator[Child]:
+    argv = [sys.executable, "-W", "error", str(CHILD), str(folder), *map(str, more)]
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Child(process, folder)
+        finally:
+            process.kill()
+
+
+def test_every_allocated_gpu_is_sampled_used_or_not(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS + "\n device 2 uuid GPU-of-another-job")
+    with sampling(tmp_path / "t", nvml_stub.environ(SLURM_STEP_GPUS="0,1")) as child:
+        assert [(g["uuid"], g["ranks"]) for g in child.ready["gpus"]] == [("GPU-a", [4]), ("GPU-b", [5])]
+        child.until(lambda s: s.n >= 5 and len(s.samples(SLOW).t) >= 2)
+        child.stop()
+    (found,) = open_node(tmp_path / "t")
+    assert found.header.nvml is None
+    assert found.header.allocation == "SLURM_STEP_GPUS, by minor"
+    assert found.header.ranks == [4, 5]
+    fast, slow = found.samples(FAST), found.samples(SLOW)
+    assert set(fast.values["gpu0.utilization"]) == {0.8}
+    assert set(fast.values["gpu1.utilization"]) == {0.0}
+    assert np.all(np.diff(fast.values["gpu0.energy_j"]) >= 0)
+    assert np.all(slow.values["host.memory_used_bytes"] > 0)
+    assert np.all(slow.values["host.job_processes"] == 0)
+    assert (found.end is not None, found.failure) == (True, None)
+    assert np.all(np.diff(fast.t) > 0)
+    assert not {"host.memory_used_bytes", "host.load1", "host.job_memory_bytes"} & found.reasons().keys()
+
+
+def test_what_the_ranks_tell_stands_beside_the_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    (tmp_path / "beats").mkdir()
+    writer = heartbeat.Writer(tmp_path / "beats", 5)
+    writer.beat.step, writer.beat.phase, writer.beat.tokens = 7, heartbeat.TRAIN, 4096.0
+    with sampling(tmp_path / "t", nvml_stub.environ(), tmp_path / "beats") as child:
+        child.until(lambda s: s.n >= 2)
+        writer.write()
+        child.until(lambda s: s.newest().get("rank5.step") == 7)
+        child.stop()
+    writer.close()
+    (found,) = open_node(tmp_path / "t")
+    newest = found.newest()
+    assert (newest["rank5.phase"], newest["rank5.tokens"]) == (heartbeat.TRAIN, 4096.0)
+    assert newest["rank5.memory_bytes"] != newest["rank5.memory_bytes"]  # this process is none of the child's
+    assert np.isnan(newest["rank4.step"])
+    assert heartbeat.TRAIN in found.totals()["gpu1.utilization"].by_phase
+
+
+def test_a_gpu_that_is_lost_while_running_is_an_event_and_not_the_end(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        child.until(lambda s: s.n >= 2)
+        nvml_stub.drive(TWO_GPUS + "\n fail 1 * 15")
+        event = child.event()
+        assert (event["event"], event["uuid"], event["index"]) == ("gpu_lost", "GPU-b", 1)
+        assert event["reason"].startswith("GPU_IS_LOST")
+        after = child.segment().n + 5
+        child.until(lambda s: s.n >= after)
+        child.stop()
+    (found,) = open_node(tmp_path / "t")
+    values = found.samples(FAST).values
+    assert np.all(np.isfinite(values["gpu0.utilization"]))
+    assert np.isnan(values["gpu1.power_w"][-1])
+    assert found.reasons()["gpu1.power_w"].startswith("GPU_IS_LOST")
+
+
+def test_an_error_of_the_driver_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        child.until(lambda s: s.n >= 2)
+        nvml_stub.drive(TWO_GPUS + "\n event 1 0.2 xid 79")
+        event = child.event()
+        child.stop()
+    assert (event["event"], event["uuid"], event["kind"], event["xid"]) == ("gpu_event", "GPU-b", "xid", 79)
+
+
+def test_a_reason_is_written_when_it_changes_and_not_with_every_row(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetPowerUsage 3")
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        child.until(lambda s: s.n >= 20)
+        child.stop()
+    records = jsonl_blocks.read(tmp_path / "t" / "0")
+    reasons = [r for r in records if isinstance(r, jsonl_blocks.Reason) and r.column.endswith(".power_w")]
+    assert [(r.column, str(r.reason).partition(":")[0]) for r in reasons] == [("gpu0.power_w", "NOT_SUPPORTED")]
+
+
+def test_nvml_that_goes_away_is_opened_again(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        child.until(lambda s: s.n >= 2)
+        nvml_stub.drive(TWO_GPUS + "\n fail 0 nvmlDeviceGetClockInfo 1")
+        child.until(lambda s: "gpu0.sm_clock_mhz" in s.reasons())
+        nvml_stub.drive(TWO_GPUS)
+        assert np.isnan(child.segment().samples(FAST).values["gpu0.sm_clock_mhz"]).any()
+        child.until(lambda s: bool(np.isfinite(s.newest()["gpu0.sm_clock_mhz"])))
+        child.stop()
+    assert len(open_node(tmp_path / "t")) == 1
+
+
+def test_without_nvml_the_host_is_still_sampled(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive("fail * nvmlInitWithFlags 9")
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        assert child.ready["gpus"] == []
+        assert child.ready["nvml"] == "DRIVER_NOT_LOADED: the NVIDIA driver is not loaded"
+        child.until(lambda s: s.n >= 3)
+        child.stop()
+    (found,) = open_node(tmp_path / "t")
+    assert found.header.nvml == child.ready["nvml"]
+    assert np.isfinite(found.samples(SLOW).values["host.load1"]).all()
+
+
+def test_a_driver_that_answers_nothing_leaves_reasons(nvml_stub: Stub, tmp_path: Path) -> None:
+    """Every call about a device is NOT_SUPPORTED; which devices there are is known."""
+    names = (
+        "UtilizationRates",
+        "MemoryInfo",
+        "MemoryInfo_v2",
+        "PowerUsage",
+        "Temperature",
+        "TemperatureV",
+        "ClockInfo",
+    )
+    names += ("FieldValues", "TotalEnergyConsumption", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
+    refused = "\n".join(f"fail * nvmlDeviceGet{name} 3" for name in names)
+    nvml_stub.drive(f"{TWO_GPUS}\n{refused}")
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        assert [g["uuid"] for g in child.ready["gpus"]] == ["GPU-a", "GPU-b"]
+        child.until(lambda s: s.n >= 3)
+        child.stop()
+    (found,) = open_node(tmp_path / "t")
+    values = found.samples(FAST).values
+    for field in ("utilization", "memory_used_bytes", "power_w", "energy_j", "pcie_tx_bytes", "throttle_thermal"):
+        assert np.isnan(values[f"gpu0.{field}"]).all(), field
+        assert found.reasons()[f"gpu0.{field}"].startswith("NOT_SUPPORTED"), field
+
+
+def test_a_kill_leaves_a_file_that_can_be_read(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    with sampling(tmp_path / "t", nvml_stub.environ()) as child:
+        child.until(lambda s: s.n >= 3)
+        child.process.kill()
+        child.process.wait(60)
+    (found,) = open_node(tmp_path / "t")
+    assert found.n >= 3
+    assert found.end is None
+
+
+def test_two_agents_on_one_node_have_a_segment_each(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    with sampling(tmp_path / "t", nvml_stub.environ()) as one, sampling(tmp_path / "t", nvml_stub.environ()) as other:
+        assert clock.wait_until(lambda: [s.n >= 3 for s in open_node(tmp_path / "t")] == [True, True], 60, 0.02)
+        one.stop()
+        other.stop()
+    segments = open_node(tmp_path / "t")
+    assert [s.folder.name for s in segments] == ["0", "1"]
+    assert len(overlapping(segments)) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_an_event(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    (tmp_path / "file").write_text("in the way")
+    with sampling(tmp_path / "file" / "t", nvml_stub.environ()) as child:
+        first = child.ready
+        events = [first, child.event()]
+        (failed,) = (e for e in events if e["event"] == "telemetry_failed")
+        (ready,) = (e for e in events if e["event"] == "ready")
+        assert "could not be written, and are kept" in failed["reason"]
+        assert len(ready["gpus"]) == 2
+
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def test_a_bug_in_the_thread_ends_in_an_event_and_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Sampler, beats: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Sampler, "_fast", broken)
+    told: Told = []
+    sampler = Sampler(tmp_path, "n", {}, on_event=lambda name, **fields: told.append((name, fields)))
+    sampler.start()
+    assert clock.wait_until(lambda: bool(told), 60, 0.01)
+    assert sampler.stop(60)
+    ((name, fields),) = told
+    assert name == "telemetry_failed"
+    assert fields["reason"].startswith("ZeroDivisionError: a bug (test_telemetry_sampler.py:")
+    assert open_node(tmp_path)[-1].failure == fields["reason"]
+
+
+class Broken:
+    """An observer that fails at once."""
+
+    def listening(self, uuids: object) -> None:
+        raise ValueError("deaf")
+
+    def observe(self, snapshot: Snapshot) -> None:
+        raise ValueError("blind")
+
+    def event(self, kind: str, uuid: str, *, xid: int | None = None, count: int = 1) -> None:
+        raise ValueError("numb")
+
+
+class Keeps(Broken):
+    def __init__(self) -> None:
+        self.seen: list[Snapshot] = []
+
+    def listening(self, uuids: object) -> None: ...
+
+    def observe(self, snapshot: Snapshot) -> None:
+        self.seen.append(snapshot)
+
+
+def test_an_observer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    told: Told = []
+    keeps = Keeps()
+    sampler = Sampler(
+        tmp_path, "n", {}, 0.02, lambda name, **fields: told.append((name, fields)), observers=[Broken(), keeps]
+    )
+    sampler.start()
+    assert clock.wait_until(lambda: len(keeps.seen) >= 3, 60, 0.01)
+    assert sampler.stop(60)
+    assert told == [("telemetry_failed", {"node": "n", "reason": "Broken is off: ValueError: blind"})]
+    assert keeps.seen[0].values is not keeps.seen[1].values
+    assert keeps.seen[-1].values["host.memory_used_bytes"] > 0
+
+
+def test_stopping_one_that_never_started(tmp_path: Path) -> None:
+    assert Sampler(tmp_path, "n", {}).stop()
+
+
+def test_ranks_stop_where_the_node_has_fewer_than_gpus(nvml_stub: Stub, tmp_path: Path) -> None:
+    nvml_stub.drive(TWO_GPUS)
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_RANK, str(tmp_path)],
+        env=nvml_stub.environ(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [[2], []]
+
+
+_ONE_RANK = """
+import json, os, pathlib, sys
+from clustertrain.telemetry.sampler import Sampler
+sampler = Sampler(pathlib.Path(sys.argv[1]), "n", os.environ, first_rank=2, rank_count=1)
+sampler.start()
+sampler.stop()
+print(json.dumps([g.get("ranks", []) for g in sampler.gpus]))
+"""
